@@ -1,5 +1,6 @@
 """Files of a data set belong together: those of another one are refused, whatever their size."""
 
+import gzip
 import json
 import logging
 import shutil
@@ -245,6 +246,15 @@ def test_features_of_edges_of_ogb_are_stored(tmp_path):
         assert edge_rows(dataset).tolist() == [[0, 1, 0, 1, 2, 3], [1, 2, 4, 5, 6, 7]]
     with ingest(ogb_source(tmp_path, leave_out=["edge_feat"]), tmp_path / "bare") as dataset:
         assert dataset.edge_features is None
+
+
+def test_a_list_of_ogb_that_is_missing_says_what_to_do(tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "edge.csv.gz").write_bytes(gzip.compress(b"0,1\n"))
+    with pytest.raises(DataError, match=r"no file .*num-node-list") as caught:
+        ogb_source(tmp_path)
+    assert caught.value.hint == "unpack the benchmark's archive again"
 
 
 def test_features_of_too_few_edges_are_refused():

@@ -1,15 +1,25 @@
 """Opening, describing and verifying data sets, and the commands."""
 
+import hashlib
 import json
 import sys
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fivefold.cli import main
-from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.data import Dataset, array_source, find_source, generate_graph, ingest
+from fivefold.errors import ConfigurationError, DataError, StorageError
+from fivefold.gnn.data import (
+    Dataset,
+    HeteroDataset,
+    HeteroSource,
+    array_source,
+    find_source,
+    generate_graph,
+    ingest,
+)
 from fivefold.gnn.data.statistics import describe, verify
 
 
@@ -44,6 +54,56 @@ def test_fingerprint_tells_data_sets_apart(folder, tmp_path):
     other = generate_graph(tmp_path / "other", nodes=600, dim=5, seed=2, classes=3)
     with other, Dataset.open(folder) as dataset:
         assert other.fingerprint != dataset.fingerprint
+
+
+def source_of_one_loop():
+    nodes = {"a": array_source([[0], [0]], features=np.zeros((1, 2), np.float32))}
+    return HeteroSource(name="loop", nodes=nodes, edges={("a", "to", "a"): nodes["a"].edges()})
+
+
+def digest_of(*parts):
+    return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def test_runs_and_stores_remember_a_hash_of_the_files(folder, tmp_path):
+    edges, rows = np.array([[0, 1], [1, 0]]), np.zeros((2, 3), np.float32)
+    places = ("graph.fvf", "features.fvf", "labels.fvf", "edge_features.fvf")
+    made = {
+        "generated": Dataset.open(folder),
+        "bare": ingest(array_source(edges, num_nodes=2), tmp_path / "bare"),
+        "edges": ingest(array_source(edges, features=rows, edge_features=rows), tmp_path / "edges"),
+    }
+    for name, dataset in made.items():
+        with dataset:
+            found = {place: file.fingerprint for place, file in dataset.containers.items()}
+            told = [found.get(place, "-") for place in places[: 4 if name == "edges" else 3]]
+            assert dataset.fingerprint == digest_of(*told), name
+
+
+def test_a_fingerprint_of_several_types_names_the_files(tmp_path):
+    with ingest(source_of_one_loop(), tmp_path / "typed") as dataset:
+        found = [f"{place} {file.fingerprint}" for place, file in dataset.containers.items()]
+        assert dataset.fingerprint == digest_of(*found)
+
+
+def test_a_closed_data_set_opens_no_file_again(folder, tmp_path):
+    ingest(source_of_one_loop(), tmp_path / "typed").close()
+    dataset, typed = Dataset.open(folder), HeteroDataset.open(tmp_path / "typed")
+    train = dataset.train
+    dataset.close()
+    typed.close()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for use in (
+        lambda: dataset.labels,
+        lambda: dataset.features.read("x"),
+        dataset.topology,
+        lambda: typed.features("a"),
+        typed.topology,
+    ):
+        with pytest.raises(StorageError, match="has been closed; open it again"):
+            use()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert (dataset.dim, dataset.num_classes, dataset.train.size) == (5, 3, train.size)
 
 
 def test_open_says_what_is_missing(tmp_path, folder):

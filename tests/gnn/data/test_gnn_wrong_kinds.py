@@ -84,7 +84,7 @@ def test_what_is_no_number_in_range_is_refused(tmp_path, wrong):
     for name in ("p_in", "mean_degree", "label_noise", "train", "valid", "test"):
         with pytest.raises(ConfigurationError, match=f"{name} is .*; use a number from 0 to"):
             generate_graph(tmp_path / "g", nodes=9, dim=2, **{name: wrong})
-    with pytest.raises(ConfigurationError, match=r"seconds is .*; use a positive number"):
+    with pytest.raises(ConfigurationError, match=r"seconds must be .* above 0; got"):
         probe_disk(tmp_path, seconds=wrong)
 
 

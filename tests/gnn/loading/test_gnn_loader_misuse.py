@@ -1,6 +1,7 @@
 """Loaders that are used in ways nobody meant: an error at once, never another batch."""
 
 import copy
+import json
 import pickle
 
 import numpy as np
@@ -87,6 +88,7 @@ def test_a_mask_stands_for_its_ids(dataset):
         ({"features": np.ones((200, 4), np.longdouble)}, UnsupportedError, "torch has no dtype"),
         ({"features": [["a"]] * 200}, ConfigurationError, "features have dtype <U1"),
         ({"features": "memory", "cache_bytes": 10**6}, ConfigurationError, "all rows are in mem"),
+        ({"features": "dusk", "cache_bytes": 5}, ConfigurationError, "features is 'dusk'"),
         ({"cache_policy": "mru"}, ConfigurationError, "cache_policy is 'mru'"),
         ({"cache_bytes": 1e6}, ConfigurationError, "cache_bytes must be .*; got 1000000.0"),
         ({"shuffle": "yes"}, ConfigurationError, "shuffle is 'yes'"),
@@ -95,8 +97,9 @@ def test_a_mask_stands_for_its_ids(dataset):
         ({"verify": "x"}, ConfigurationError, "verify is 'x'"),
         ({"backend": "mmap"}, ConfigurationError, "backend is 'mmap'"),
         ({"features": "memory", "backend": "mmap"}, ConfigurationError, "backend is 'mmap'"),
-        ({"timeout_s": "5"}, ConfigurationError, "timeout_s must be positive; got '5'"),
-        ({"timeout_s": float("nan")}, ConfigurationError, "timeout_s must be positive; got nan"),
+        ({"timeout_s": "5"}, ConfigurationError, "timeout_s must be .*; got '5'"),
+        ({"timeout_s": float("inf")}, ConfigurationError, "timeout_s must be .*; got inf"),
+        ({"timeout_s": float("nan")}, ConfigurationError, "timeout_s must be .*; got nan"),
         ({"rank": 0.0, "world_size": 2}, ConfigurationError, "rank must be .*; got 0.0"),
         ({"world_size": "2"}, ConfigurationError, "world_size must be .*; got '2'"),
         ({"prefetch": None}, ConfigurationError, "prefetch must be .*; got None"),
@@ -111,6 +114,15 @@ def test_a_mask_stands_for_its_ids(dataset):
 def test_options_are_checked_when_the_loader_is_made(dataset, options, error, message):
     with pytest.raises(error, match=message):
         OnlineLoader(dataset, dataset.train, **{"fanouts": [2], "batch_size": 10} | options)
+
+
+def test_flags_of_numpy_count_as_those_of_python(dataset):
+    yes, no = np.bool_(True), np.bool_(False)
+    flags = {"shuffle": yes, "verify": yes, "resample": no, "edge_ids": no}
+    with OnlineLoader(dataset, dataset.train, fanouts=[2], batch_size=10, **flags) as loader:
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert (state["shuffle"], state["resample"]) == (True, False)
+        assert next(iter(loader)).e_id is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -223,6 +223,22 @@ def test_a_cache_of_many_short_rows_stays_within_the_budget(make_world, tmp_path
     assert peak <= memory_bytes + (9 << 20)
 
 
+def test_the_set_of_cached_ids_counts_and_is_bounded(make_world, tmp_path):
+    world = make_world(nodes=20_000, seeds=32)
+    plan = world.plan(policy="static", segment_batches=2)
+    cached = len(plan.device_rows) + len(plan.host_rows)
+    numbers = range(world.samples.num_batches)
+    cold = sum(len(plan.cold_ids(n, world.samples.node_ids(n))) for n in numbers)
+    arguments = (world.features, world.samples, plan, tmp_path / "store")
+    laid_out, listed, bits = 28 * cold, 8 * cached, 12 * -(-20_000 // 64)
+    assert listed < bits
+    assert (laid_out + listed) // 8 < bits
+    with pytest.raises(InfeasibleError, match="laying out"):
+        pack(*arguments, memory_bytes=laid_out + listed - 1)
+    with pytest.raises(InfeasibleError, match="making the records"):  # which come after
+        pack(*arguments, memory_bytes=laid_out + listed)
+
+
 @pytest.mark.parametrize("memory_bytes", [4 << 20, 64 << 20, 512 << 20])
 def test_features_in_memory_leave_room_for_chunks_and_both_engines(memory_bytes):
     row_bytes, sections = 512, {"rows": 10_000, "device": 0, "host": 0}

@@ -1,6 +1,7 @@
 """The estimate from counts alone, against sampled graphs, measured runs and published numbers."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -176,9 +177,10 @@ def test_what_it_refuses():
         estimate(graph, [10, 15, 20], 1024, Budgets(host_bytes=10**10, disk_bytes=10**9), **SPEED)
     with pytest.raises(ConfigurationError, match="fanouts"):
         estimate(graph, [], 1024, Budgets(host_bytes=10**10, disk_bytes=10**12), **SPEED)
-    no_disk = {"read_bytes_per_s": 0.0, "write_bytes_per_s": 0.0}
-    with pytest.raises(ConfigurationError, match="reads 0"):
-        estimate(graph, [10], 1024, Budgets(host_bytes=10**10, disk_bytes=10**12), **no_disk)
+    for reads, writes in ((0.0, 0.0), (1e9, math.nan), (math.nan, 1e9), (1e9, -1.0)):
+        speeds = {"read_bytes_per_s": reads, "write_bytes_per_s": writes}
+        with pytest.raises(ConfigurationError, match=f"reads {reads} and writes {writes}"):
+            estimate(graph, [10], 1024, Budgets(host_bytes=10**10, disk_bytes=10**12), **speeds)
     with pytest.raises(ConfigurationError, match="seeds"):
         GraphSize(nodes=5, edges=9, row_bytes=4, seeds=6)
 

@@ -63,3 +63,16 @@ def test_an_interruption_waits_for_the_others(workers):
         workers.run(work, 2)
     timer.join()
     assert ended == [1]
+
+
+def test_an_interruption_comes_out_though_a_worker_raised(workers):
+    def work(number):
+        if number == 0:
+            raise ValueError(number)
+        time.sleep(0.6)
+
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        workers.run(work, 2)
+    timer.join()

@@ -8,7 +8,7 @@ rows by ``edge_ids``. Of several types there is such a folder for each, listed i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from fivefold.gnn.data.parts import EdgePart, FeaturePart, Progress, Source
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.files import Closing
+from fivefold.gnn.storage.files import Closing, closed_error
 from fivefold.gnn.storage.pages import Ids
 
 GRAPH_FILE = "graph.fvf"
@@ -44,10 +44,13 @@ class _Files(Closing):
         self.folder = folder
         self._named, self._named_by = named, named_by
         self._opened: dict[str, Container] = {}
+        self._closed = False
 
     def _container(self, place: str, kind: str | None = None) -> Container:
         if place in self._opened:
             return self._opened[place]
+        if self._closed:
+            raise closed_error(self.folder)
         path, named = self.folder / place, self._named.get(place)
         if named is None:
             raise DataError(f"there is no {path}", hint="this type was ingested without it")
@@ -65,20 +68,15 @@ class _Files(Closing):
         )
 
     @property
-    def fingerprint(self) -> str:
-        """Return a hash of all files' fingerprints: other contents, other fingerprint."""
-        text = " ".join(f"{place} {fingerprint}" for place, fingerprint in self._named.items())
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    @property
     def containers(self) -> dict[str, Container]:
         """Return all files, by their place in the folder."""
         return {place: self._container(place) for place in self._named}
 
     def close(self) -> None:
         """Close all files; arrays that were read stay."""
-        while self._opened:
-            self._opened.popitem()[1].close()
+        self._closed = True
+        for container in self._opened.values():  # they stay, for what was read of their headers
+            container.close()
 
 
 _RIGHT_FILE = "put the right file back, or ingest the data set again into a new folder"
@@ -267,9 +265,21 @@ class Dataset(_Files):
         return self._container(LABELS_FILE).attributes if self.has_labels else {}
 
     @property
+    def fingerprint(self) -> str:
+        """Return a hash of all files' fingerprints: other contents, other fingerprint."""
+        files = [self._named.get(name, "-") for name in (GRAPH_FILE, FEATURES_FILE, LABELS_FILE)]
+        if EDGE_FEATURES_FILE in self._named:  # of data sets without them nothing has changed
+            files.append(self._named[EDGE_FEATURES_FILE])
+        return _digest(files)
+
+    @property
     def edge_features(self) -> Container | None:
         """Return the container with the edges' rows ``x`` [E, F]; None where they have none."""
         return self._container(EDGE_FEATURES_FILE) if EDGE_FEATURES_FILE in self._named else None
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def _cause(folder: Path) -> str:
@@ -350,6 +360,11 @@ class HeteroDataset(_Files):
         if listing["version"] != HETERO_VERSION:
             raise DataError(f"{path} is of version {listing['version']}", hint="ingest it again")
         return cls(folder, listing)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash of all files' fingerprints: other contents, other fingerprint."""
+        return _digest(f"{place} {fingerprint}" for place, fingerprint in self._named.items())
 
     @property
     def node_types(self) -> list[str]:

@@ -125,6 +125,7 @@ def _read_splits(folder: Path) -> dict[str, Rows]:
 
 
 def _read_ids(path: Path) -> Ids:
+    existing(path, hint="unpack the benchmark's archive again")
     blocks = [block[:, 0] for block in CsvRows(path, np.int64).blocks(0, 1 << 62)]
     return np.concatenate([np.empty(0, np.int64), *blocks])
 

@@ -405,8 +405,8 @@ def _listing(source: HeteroSource, rules: EdgeRules) -> dict[str, Any]:
             "num_nodes": part.num_nodes,
             "folder": f"nodes/{index}_{_slug(name)}",
             "files": [
-                name
-                for name, there in ((FEATURES_FILE, part.features()), (LABELS_FILE, part.labels()))
+                file
+                for file, there in ((FEATURES_FILE, part.features()), (LABELS_FILE, part.labels()))
                 if there is not None
             ],
         }

@@ -115,7 +115,7 @@ class TableSource:
             **({"names": "as they come"} if self.text_ids and nodes is None else {}),
             "num_nodes": num_nodes,
         }
-        self.numbered: Any = None  # the edges with numbers for names, once there are any
+        self._numbered_edges: Any = None  # the edges with numbers for names, once there are any
         self.num_nodes = self._count_nodes(num_nodes)
 
     def _needs_names(self) -> bool:
@@ -172,11 +172,12 @@ class TableSource:
             _check_named(names, codes, known)
         weights = np.concatenate([np.empty(0, np.float32), *numbering.weights])
         rows = ArrayRows(weights) if self.weighted else None
-        self.numbered = ArrayEdges(ArrayRows(codes[known:].reshape(-1, 2)), rows, pairs=True)
+        edges = ArrayRows(codes[known:].reshape(-1, 2))
+        self._numbered_edges = ArrayEdges(edges, rows, pairs=True)
 
     def edges(self) -> Any:
         """Return the edges, numbered."""
-        return self if self.numbered is None else self.numbered
+        return self if self._numbered_edges is None else self._numbered_edges
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
         """Yield the edges from ``position`` on, in blocks of at most ``max_edges``."""

@@ -12,7 +12,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any, Literal, NoReturn, Self, TypedDict, get_args
 
 import numpy as np
@@ -23,6 +22,8 @@ from fivefold.errors import (
     CheckpointError,
     ConfigurationError,
     UnsupportedError,
+    require_flag,
+    require_number,
     require_one_of,
     require_whole,
 )
@@ -74,11 +75,10 @@ class LoaderSettings:
         if self.prefetch is not None:
             require_whole("prefetch", self.prefetch)
         require_whole("seed", self.seed, least=0)
-        if not isinstance(self.timeout_s, Real) or not self.timeout_s > 0:
-            message = f"timeout_s must be positive; got {self.timeout_s!r}"
-            raise ConfigurationError(message, hint="give seconds, such as 120")
-        require_flag("shuffle", self.shuffle)
-        require_flag("verify", self.verify)
+        hint = "give seconds, such as 120"
+        require_number("timeout_s", self.timeout_s, positive=True, hint=hint)
+        for name in ("shuffle", "verify"):  # NumPy's become Python's: a state is plain
+            object.__setattr__(self, name, require_flag(name, getattr(self, name)))
         require_one_of(self.backend, get_args(Backend), f"backend is {self.backend!r}")
         require_whole("world_size", self.world_size)
         require_whole("rank", self.rank, least=0)
@@ -126,12 +126,6 @@ def _checked_device(device: torch.device | str) -> torch.device:
         message = f"the batches were wanted on {chosen}, which this torch cannot copy to and from"
         raise UnsupportedError(message, hint='use "cpu" or "cuda"') from error
     return chosen
-
-
-def require_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False: a text such as "no" would count as True."""
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name} is {value!r}", hint="use True or False")
 
 
 def check_dtype(dtype: np.dtype[Any], what: str = "features") -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from fivefold.errors import ConfigurationError, require_one_of, require_whole
+from fivefold.errors import ConfigurationError, require_flag, require_one_of, require_whole
 from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading._base import (
@@ -27,7 +27,6 @@ from fivefold.gnn.loading._base import (
     LoaderStatistics,
     batch_order,
     check_dtype,
-    require_flag,
 )
 from fivefold.gnn.loading._feature_store import LEVELS, FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
@@ -250,7 +249,7 @@ class DiskLoader(BatchLoader):
             everything = isinstance(source.made_into, SlicedData)
             input_type, seeds = seeds_of(source.dataset, input_nodes, everything=everything)
             require_one_of(policy, get_args(Policy), f"policy is {policy!r}")
-            require_flag("edge_ids", edge_ids)
+            edge_ids = require_flag("edge_ids", edge_ids)
             recipe = StoreRecipe(
                 fanouts=fanouts_of(source.dataset, fanouts),
                 batch_size=require_whole("batch_size", batch_size),

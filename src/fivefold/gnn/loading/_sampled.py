@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from fivefold.errors import ConfigurationError, require_whole
+from fivefold.errors import ConfigurationError, require_flag, require_whole
 from fivefold.gnn.data import Dataset, HeteroDataset
 from fivefold.gnn.loading._base import (
     BatchLoader,
@@ -26,7 +26,6 @@ from fivefold.gnn.loading._base import (
     LoaderSettings,
     LoaderStatistics,
     check_dtype,
-    require_flag,
 )
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._pyg_batches import LabelledData, labels_of, seeds_of
@@ -168,10 +167,9 @@ class OnlineLoader(BatchLoader):
         self._prefetch = require_whole("prefetch", prefetch)
         self._batch_size = require_whole("batch_size", batch_size)
         self._form = checked_form("edge_index" if form == "data" else form)
-        require_flag("resample", resample)
+        self._resample = require_flag("resample", resample)
         if edge_ids is not None:
-            require_flag("edge_ids", edge_ids)
-        self._resample = resample
+            edge_ids = require_flag("edge_ids", edge_ids)
         timed = node_time is not None or edge_time is not None
         plain = isinstance(features, str) and not (timed or cache_bytes or form == "blocks")
         _check_kind(dataset, plain=plain)
@@ -189,14 +187,14 @@ class OnlineLoader(BatchLoader):
             )
         nodes, edges = rows_of(dataset)
         edges = {} if edge_ids is False else edges
-        by_time = {"node_time": node_time, "edge_time": edge_time, "strategy": temporal_strategy}
-        draws = {"seed": seed, "edge_ids": bool(edge_ids or edges)} | (by_time if timed else {})
-        self._sampler = _sampler_of(graph, fanouts, **draws)
+        times = {"node_time": node_time, "edge_time": edge_time, "strategy": temporal_strategy}
+        draws = {"seed": seed, "edge_ids": bool(edge_ids or edges)}
+        self._sampler = _sampler_of(graph, fanouts, times if timed else None, **draws)
         self._links: Seeds | None = None
         if isinstance(self._sampler, TemporalSampler) and (len(seeds) or input_time is not None):
             # A loader of links has no such seeds.
-            times = self._sampler.times_of(seeds, input_time)
-            self._links = _TimedSeeds(seeds, times, labels)
+            limits = self._sampler.times_of(seeds, input_time)
+            self._links = _TimedSeeds(seeds, limits, labels)
             seeds = np.arange(len(seeds))
         self._ids, self._settings = seeds, settings
         # Of all reads so far; not the loader's own, so that its threads need not hold it.
@@ -348,11 +346,13 @@ def _check_kind(dataset: object, *, plain: bool) -> None:
 
 
 def _sampler_of(
-    graph: Adjacency | HeteroAdjacency, fanouts: Any, **draws: Any
+    graph: Adjacency | HeteroAdjacency, fanouts: Any, times: dict[str, Any] | None, **draws: Any
 ) -> NeighborSampler | TemporalSampler | HeteroNeighborSampler:
     if isinstance(graph, HeteroAdjacency):
         return HeteroNeighborSampler(graph, fanouts, **draws)
-    return (TemporalSampler if "strategy" in draws else NeighborSampler)(graph, fanouts, **draws)
+    if times is None:
+        return NeighborSampler(graph, fanouts, **draws)
+    return TemporalSampler(graph, fanouts, **times, **draws)
 
 
 def _parts(sampled: SampledBatch | HeteroSampledBatch) -> dict[str | None, SampledBatch]:

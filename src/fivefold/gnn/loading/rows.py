@@ -271,23 +271,23 @@ def open_rows(
 
     ``shared`` rows in memory are there once for all processes of this machine.
     """
-    on_disk = isinstance(features, str) and features == "disk"
+    named = features if isinstance(features, str) else None
+    if named not in {None, "disk", "memory"}:
+        message = f"features is {features!r}"
+        raise ConfigurationError(message, hint='use "disk", "memory" or an array')
     require_one_of(cache_policy, ("lru", "sieve"), f"cache_policy is {cache_policy!r}")
-    if require_whole("cache_bytes", cache_bytes, least=0) and not on_disk:
+    if require_whole("cache_bytes", cache_bytes, least=0) and named != "disk":
         raise ConfigurationError(
             f"cache_bytes is {cache_bytes}, but all rows are in memory",
             hint='leave it out, or take features="disk"',
         )
-    if on_disk:
+    if named == "disk":
         rows = DiskRows(container, backend=backend, verify=verify)
         if not cache_bytes:
             return rows
         return CachedRows(rows, cache_bytes=cache_bytes, policy=cache_policy)
-    if isinstance(features, str) and features == "memory":
+    if named == "memory":
         return MemoryRows(rows_in_memory(container, "x", shared=shared)[0])
-    if isinstance(features, str):
-        message = f"features is {features!r}"
-        raise ConfigurationError(message, hint='use "disk", "memory" or an array')
     array, num_nodes = as_array(features, "features"), container.section("x").num_rows
     if array.ndim != 2 or len(array) != num_nodes or array.dtype.kind not in "iufb":
         raise ConfigurationError(

@@ -7,6 +7,7 @@ in the same time. A killed run goes on with the segment under way, or after the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -103,11 +104,17 @@ def write_layouts(
     with ContainerWriter(
         path, kind=KIND_LAYOUTS, sections=sections, attributes=attributes, resume=True
     ) as writer:
+        caches = dataclasses.replace(plan.caches, most_set_bytes=memory_bytes // DENSE_SHARE)
+        held_bytes = caches.prepare()
+
+        def ask(batch: int) -> Ids:
+            return caches.cold_ids(batch, samples.node_ids(batch))
+
         done = writer.progress or {"segments": 0, "places": 0, "rows": 0}
         places, row = done["places"], done["rows"]
         for number in range(done["segments"], len(plan.segments)):
             first, stop = plan.segments[number]
-            layout = plan.lay_out(_cold_ids(samples, plan, first, stop, memory_bytes))
+            layout = plan.lay_out(_cold_ids(ask, range(first, stop), held_bytes, memory_bytes))
             uses = np.zeros(len(layout.order), np.int32)
             for rows in layout.rows:
                 uses[rows] += 1
@@ -127,26 +134,22 @@ def write_layouts(
 
 
 def _cold_ids(
-    samples: SampleFile, plan: Plan, first: int, stop: int, memory_bytes: int
+    ask: Callable[[int], Ids], segment: range, held_bytes: int, memory_bytes: int
 ) -> list[Ids]:
-    """Return the cold ids of a segment's batches, each ascending."""
+    """Return the cold ids of a segment's batches, each ascending; ``held_bytes`` are taken."""
     found: list[Ids] = []
-    asking = [partial(_ask, samples, plan, batch) for batch in range(first, stop)]
+    asking = [partial(ask, batch) for batch in segment]
     for ids in in_threads(asking, threads=_THREADS):
         found.append(ids)
         needed = _BYTES_PER_COLD_ENTRY * sum(map(len, found))
-        if needed > memory_bytes:
-            total = format_bytes(needed * (stop - first) / len(found))
+        if held_bytes + needed > memory_bytes:
+            total = format_bytes(held_bytes + needed * len(segment) / len(found))
             raise InfeasibleError(
-                f"laying out the segment of batches {first} to {stop - 1} takes about {total} "
-                f"of memory, more than memory_bytes={memory_bytes}",
+                f"laying out the segment of batches {segment[0]} to {segment[-1]} takes about "
+                f"{total} of memory, more than memory_bytes={memory_bytes}",
                 hint="give packing more memory, or plan with smaller segments (segment_batches)",
             )
     return found
-
-
-def _ask(samples: SampleFile, plan: Plan, batch: int) -> Ids:
-    return plan.cold_ids(batch, samples.node_ids(batch))
 
 
 def places_of(layouts: Container, batch: int) -> tuple[Ids, int]:

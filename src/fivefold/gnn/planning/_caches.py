@@ -180,6 +180,8 @@ def belady(samples: SampleFile, *, num_rows: int, pinned: Array, scratch: Scratc
         hits = np.zeros(len(ids), np.bool_)
         _use(ids, following, slot_of, next_in, uses, hits)
         limit = _threshold(uses, batch, size)
+        # Only rows of the batch at hand enter: others would cost a read each, as a miss does, so
+        # that no cache of this size has fewer misses. Rows never used again would only take room.
         wanted = np.flatnonzero(~hits & (following < never))
         wanted = wanted[np.argsort(ids[wanted])]
         entering, places = _exchange(
@@ -207,6 +209,7 @@ def _next_uses(samples: SampleFile, scratch: Scratch) -> KeptArrays:
     following = np.full(samples.num_nodes, samples.num_batches, np.int32)
 
     def backwards() -> Iterator[Array]:
+        # Seen from the end, the batch at which an id was met last is that of its next use.
         for batch in reversed(range(samples.num_batches)):
             ids = np.asarray(samples.node_ids(batch), np.int64)
             nexts = np.empty(len(ids), np.int32)
@@ -290,7 +293,6 @@ def _exchange(
 
 
 Policy = Literal["static", "belady"]
-_LARGEST_SET_BYTES = 192 << 20  # beyond, sorted lists are asked, so that memory stays small
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -301,6 +303,7 @@ class Caches:
     host_rows: Ids  # node id in the first slots of the host before the first batch, ascending
     num_host_slots: int
     schedule: CacheSchedule | None = None  # how the host's cache changes
+    most_set_bytes: int = 192 << 20  # beyond, sorted lists are asked, so that memory stays small
 
     @classmethod
     def fill(
@@ -336,6 +339,10 @@ class Caches:
         """Rows that are read into the caches before the first batch."""
         return len(self.device_rows) + len(self.host_rows)
 
+    def prepare(self) -> int:
+        """Make what ``cold_ids`` asks, before several threads would at once; return its bytes."""
+        return self._cached.nbytes if self.schedule is None else 0
+
     @cached_property
     def _cached(self) -> IdSet | SortedIds:
         return self._set([self.device_rows, self.host_rows])
@@ -346,7 +353,7 @@ class Caches:
 
     def _set(self, parts: list[Ids]) -> IdSet | SortedIds:
         bound = 1 + max((int(rows.max()) for rows in parts if len(rows)), default=-1)
-        return set_of(parts, bound, most_bytes=_LARGEST_SET_BYTES)
+        return set_of(parts, bound, most_bytes=self.most_set_bytes)
 
     def device_hits(self, node_ids: Array) -> int:
         """Return how many of the ids are cached on the device."""

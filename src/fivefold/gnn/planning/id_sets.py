@@ -62,6 +62,11 @@ class IdSet:
         """Return the memory of a set of ids below this bound."""
         return 12 * -(-bound // _WORD)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the memory of the set once places were asked for."""
+        return self.bytes_for(_WORD * len(self.words))
+
     def __len__(self) -> int:
         return self._size
 
@@ -104,6 +109,11 @@ class SortedIds:
 
     def __init__(self, ids: Array) -> None:
         self._ids = np.unique(np.asarray(ids, np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory of the list."""
+        return self._ids.nbytes
 
     def __len__(self) -> int:
         return len(self._ids)

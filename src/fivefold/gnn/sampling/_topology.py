@@ -189,7 +189,7 @@ class Adjacency:
         """Read all that there is beside ``indptr`` once, in blocks."""
         rules = {
             "indices": ("comes from node", f"sources are 0 to {self.num_sources - 1}"),
-            "weights": ("has weight", "weights are finite and not negative; 0 is never sampled"),
+            "weights": ("has weight", "weights are finite and not negative; 0 means never sampled"),
             "edge_ids": ("has the id", "from 0 on"),
         }
         for name, (what, hint) in rules.items():

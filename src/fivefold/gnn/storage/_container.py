@@ -121,7 +121,10 @@ class Container(Closing):
             if verify == "full":
                 container.verify()
         except BaseException:
-            os.close(descriptor) if container is None else container.close()
+            if container is None:
+                os.close(descriptor)
+            else:
+                container.close()
             raise
         return container
 

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, StorageError, require_whole
+from fivefold.errors import ConfigurationError, StorageError, require_number, require_whole
 from fivefold.files import free_bytes, storage_error
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._writer import ContainerWriter
@@ -181,8 +180,7 @@ def probe_disk(
         (True, [4096, 16384, 65536, 262144, 1048576])
     """
     place = Path(folder)
-    if not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
-        raise ConfigurationError(f"seconds is {seconds!r}", hint="use a positive number")
+    require_number("seconds", seconds, positive=True)
     if size_bytes is not None:
         require_whole("size_bytes", size_bytes, least=_LEAST_FILE_BYTES)
     try:

@@ -214,7 +214,10 @@ def _start(own: Any, slots: Any, state: Any, request: Any, work: Any) -> Any:
 
 @njit
 def _reclaim(slots: Any, state: Any) -> None:
-    """Give back the oldest slots that are finished."""
+    """Give back the oldest slots that are finished.
+
+    In the order in which they were taken: what is free of the arena stays one piece of the circle.
+    """
     while state[_USED] > 0 and slots[state[_OLDEST], _FINISHED]:
         state[_OLDEST] = (state[_OLDEST] + 1) % len(slots)
         state[_USED] -= 1
@@ -270,7 +273,7 @@ def _ring_share(own: Any, depth: Any, work: Any, status: Any) -> None:
     while True:
         while request >= 0 and _start(own, slots, state, request, work):
             request = take(work, status)
-        if state[_IN_FLIGHT] == 0:
+        if state[_IN_FLIGHT] == 0:  # not earlier: the kernel writes into the arena until then
             return
         number = _enter(own.ring)
         if number not in (0, _EINTR, _EAGAIN, _EBUSY):
@@ -294,7 +297,7 @@ class RingBackend:
         self._rings: list[Ring] = []
         self._arenas: list[Any] = []
         try:
-            for _ in range(workers):
+            for _ in range(workers):  # a ring belongs to one thread at a time
                 self._rings.append(Ring(self._depth))
                 self._arenas.append(aligned_empty(self._arena_bytes))
             self._try_a_read()

@@ -71,6 +71,8 @@ def _serve(tasks: SimpleQueue[Any]) -> None:
             function(number)
         except BaseException as caught:  # noqa: BLE001 - it goes to the caller
             errors.append(caught)
+        # While it waits, a thread holds nothing of who uses it: a reader that is forgotten can be
+        # collected, and that ends its threads.
         del task, function
         ended.release()
         del ended, errors
@@ -99,6 +101,7 @@ class Workers:
             self._started[0] += 1
         ended, under_way = threading.Semaphore(0), 0
         errors: list[BaseException] = []
+        interruption: BaseException | None = None
         try:
             for number in range(1, count):
                 self._tasks.put((function, number, ended, errors))
@@ -110,7 +113,9 @@ class Workers:
                     ended.acquire()
                     under_way -= 1
                 except BaseException as caught:  # noqa: BLE001 - Ctrl-C, raised below
-                    errors.insert(0, caught)
+                    interruption = caught
+            if interruption is not None:  # here: in place of what worker 0 raised
+                raise interruption
         if errors:
             raise errors[0]
 

@@ -123,7 +123,9 @@ class _Gat:
         self, aggregate: Aggregate, keys: Int64, shift: int, messages: tuple[Float32, Float32]
     ) -> None:
         """Add messages along sorted edges, weighted by a running softmax."""
-        add_attention(keys, shift, *messages, self.slope, aggregate.sums, aggregate.norms)
+        values, scores = messages
+        into = {"sums": aggregate.sums, "norms": aggregate.norms}
+        add_attention(keys, shift, values, scores, slope=self.slope, **into)
 
     def finish(self, aggregate: Aggregate, places: slice) -> Tensor:
         """Return the outputs [T, out_dim]: each head divided by the sum of its weights."""
@@ -190,9 +192,15 @@ def take_apart(model: LayeredModel | TypedSAGE) -> list[list[Outputs]]:
 
 @njit
 def fill_keys(
-    indptr: Int64, sources: Array, targets: Pair, edges: Pair,
-    shift: int, drops_loops: bool, keys: Int64,  # noqa: FBT001
-) -> int:  # fmt: skip
+    indptr: Int64,
+    sources: Array,
+    targets: Pair,
+    edges: Pair,
+    *,
+    shift: int,
+    drops_loops: bool,
+    keys: Int64,
+) -> int:
     """Fill in the keys of the in-edges ``edges = (low, high)``; return their number.
 
     ``targets`` is the target that counts as place 0, and the one that edge low belongs to.
@@ -217,7 +225,8 @@ def sorted_keys(
     # The kernel looks for the first edge's target from here on.
     start = int(np.searchsorted(topology.indptr, low, side="right")) - 1
     sources = topology.indices[low:high]
-    count = fill_keys(topology.indptr, sources, (first, start), edges, shift, drops_loops, keys)
+    options = {"shift": shift, "drops_loops": drops_loops, "keys": keys}
+    count = fill_keys(topology.indptr, sources, (first, start), edges, **options)
     topology.check_unchanged()
     keys[:count].sort()
     return keys[:count]
@@ -288,9 +297,15 @@ def add_mean(keys: Int64, shift: int, values: Float32, sums: Float32, counts: Fl
 
 @njit
 def add_attention(
-    keys: Int64, shift: int, values: Float32, scores: Float32,
-    slope: float, sums: Float32, norms: Float64,
-) -> None:  # fmt: skip
+    keys: Int64,
+    shift: int,
+    values: Float32,
+    scores: Float32,
+    *,
+    slope: float,
+    sums: Float32,
+    norms: Float64,
+) -> None:
     """Add each source's values [S, W], weighted by exp(score - running maximum), per head.
 
     scores [S, H], sums [T, W]; norms [T, 3 H] are maxima, denominators and the targets' scores.
