@@ -4,6 +4,7 @@ import pytest
 import typer
 
 from fivefold.cli._main import app
+from fivefold.strategy import TARGETS
 
 
 def commands(command, name="fivefold"):
@@ -43,3 +44,7 @@ def test_every_command_answers_h(name, monkeypatch, capsys):
     code = app([*name.split()[1:], "-h"], prog_name="fivefold", standalone_mode=False)
     assert code in {0, None}
     assert f"Usage: {name}" in capsys.readouterr().out
+
+
+def test_a_plan_is_made_for_every_program_that_can_run_one():
+    assert tuple(options(ALL["fivefold plan"])["--for"].type.choices) == TARGETS

@@ -8,6 +8,8 @@ import pytest
 
 from fivefold.errors import DataError
 from fivefold.report import build_report, print_page, render_html, report_page, report_text
+from fivefold.report.format import UNKNOWN
+from fivefold.report.page import DataTable
 
 STAGES = {"compute": 6.0, "data": 2.0, "validation": 1.0, "checkpoint": 0.5, "other": 0.5}
 
@@ -151,3 +153,24 @@ def test_damage_is_an_error(tmp_path):
     (run / "manifest.json").write_text(json.dumps(manifest() | {"schema": 9}))
     with pytest.raises(DataError, match="schema 9"):
         build_report([run])
+
+
+@pytest.mark.parametrize(
+    ("epochs", "requests", "shown"), [(0, 10, UNKNOWN), (2, 10, "10"), (2, 0, "0")]
+)
+def test_requests_are_those_of_whole_epochs(tmp_path, epochs, requests, shown):
+    run = write_run(tmp_path / "a", epochs=2)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    read = {"requests": 2 * requests, "bytes_read": 2 * requests * 10_240}
+    data = counts(2, {"host": 60, "private": 40}) | read
+    lines = [line | {"data": data} if line["event"] == "epoch" else line for line in lines]
+    lines = [line for line in lines if epochs or line["event"] != "epoch"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = {"schema": 1, "label": "x", "epochs": epochs, "wall_s": 15.0, "steps": 15}
+    (run / "result.json").write_text(json.dumps(result | {"data": data}))
+    page = report_page(build_report([tmp_path]))
+    tables = [
+        part for section in page.sections for part in section.parts if isinstance(part, DataTable)
+    ]
+    (table,) = (table for table in tables if ("requests per epoch", "") in table.columns)
+    assert table.rows[0][table.columns.index(("requests per epoch", ""))] == shown

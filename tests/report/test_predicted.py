@@ -53,10 +53,24 @@ def test_a_true_prediction_is_said_to_be_true(comparison):
     assert "busy" not in words
 
 
-@pytest.mark.parametrize("changes", [{"compute_s": '"fast"'}, {"bubble_s": "[]"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"compute_s": '"fast"'}, {"bubble_s": "[]"}, {'constants."tier.x.efficiency"': '"a"'}],
+)
 def test_a_damaged_prediction_is_an_error_that_names_its_file(comparison, changes):
     run = planned(comparison, **changes)
     with pytest.raises(DataError, match=r"ddp/config\.toml is not what a plan writes"):
+        build_report([run]).to_json()
+
+
+@pytest.mark.parametrize(
+    "change", [{"process": {"memory_bytes": "much"}}, {"sync": {"rounds": "x"}}]
+)
+def test_a_damaged_result_is_not_taken_for_a_damaged_prediction(comparison, change):
+    run = planned(comparison, name="co2")
+    values = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(values | change))
+    with pytest.raises(DataError, match=r"result\.json"):
         build_report([run]).to_json()
 
 

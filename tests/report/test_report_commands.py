@@ -54,6 +54,13 @@ def test_output_names_the_page(call, comparison, tmp_path):
         ({"plan.json": "{}", "decisions.jsonl": ""}, "fivefold simulate JOBS"),
         ({"any.json": '{"schema": "fivefold.codesign.order/2"}'}, "fivefold simulate JOBS"),
         ({"ring.json": '{"schema": "fivefold.schedule.1"}'}, "fivefold collectives synthesize"),
+        (
+            {
+                "a.json": '{"schema": "fivefold.schedule.1"}',
+                "b.json": '{"schema": "fivefold.codesign/1"}',
+            },
+            "fivefold collectives synthesize",
+        ),
         ({"other.json": "{}", "notes.txt": ""}, "'fivefold train' and 'make demo' write it"),
     ],
 )

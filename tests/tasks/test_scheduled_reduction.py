@@ -185,6 +185,13 @@ def test_without_overlap_the_order_cannot_matter():
     assert plan_send_order(buckets, cost_s_per_byte=1.0, chunk_bytes=1).predicted_s < 16
 
 
+def test_an_empty_bucket_is_sent_too():
+    """The hook counts the buckets of the order, and those of the model have one that is empty."""
+    buckets = [BucketCost(size_bytes=size, ready_s=1.0) for size in (4, 0, 8)]
+    order = plan_send_order(buckets, cost_s_per_byte=1e-9)
+    assert sorted(order.chunks) == [(0, 0), (1, 0), (2, 0)]
+
+
 def test_the_process_group_is_its_own():
     """A hook must not mix its collectives into the user's group."""
 

@@ -165,7 +165,10 @@ def plan_record(model: ModelSpec, found: PlanPrediction) -> dict[str, Any]:
 
 def write_csv(records: Sequence[dict[str, Any]]) -> None:
     """Write records to standard output, a line each below a line of names."""
-    records = [{k: v for k, v in one.items() if not isinstance(v, dict)} for one in records]
+    records = [
+        {key: value for key, value in record.items() if not isinstance(value, dict)}
+        for record in records
+    ]
     names = list(dict.fromkeys(name for record in records for name in record))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -207,11 +210,7 @@ def _show(model: ModelSpec, records: Sequence[dict[str, Any]], tokens: float) ->
     rows = []
     for label, name, write in _ROWS:
         if any(name in record for record in records):
-            cells = [write(record[name]) if name in record else "" for record in records]
-            if name == "cost":
-                cells = [f"{cell} {one.get('currency', '')}".strip() for cell, one in
-                         zip(cells, records, strict=True)]  # fmt: skip
-            rows.append((label, *cells))
+            rows.append((label, *(_cell(record, name, write) for record in records)))
     table = DataTable.of(("", *(record["cluster"] for record in records)), rows)
     best = [record for record in records if "gpu_hours" in record]
     key = "cost" if len({record.get("currency") for record in best}) == 1 else "gpu_hours"
@@ -227,6 +226,13 @@ def _show(model: ModelSpec, records: Sequence[dict[str, Any]], tokens: float) ->
         "it predicted, none run"
     )
     show(f"{model.name}, {tokens / 1e9:,.4g} billion tokens", table, *lines)
+
+
+def _cell(record: dict[str, Any], name: str, write: Callable[[Any], str]) -> str:
+    if name not in record:
+        return ""
+    text = write(record[name])
+    return f"{text} {record['currency']}" if name == "cost" else text
 
 
 Form = Literal["text", "json", "csv", "github"]
@@ -351,7 +357,7 @@ _Output = Annotated[
     ),
 ]
 _Target = Annotated[
-    Literal["train", "torchtitan", "megatron"] | None,
+    Literal["train", "torchtitan", "megatron"] | None,  # strategy.TARGETS, which loads later
     typer.Option("--for", help="Only plans that this program can run."),
 ]
 _Gpus = Annotated[

@@ -90,6 +90,10 @@ def route_flows(
 
     Other ranks forward only where there is no path without them.
 
+    A hashed path depends on the seed, on the flow's ranks and number among its job's flows between
+    them, and on the pairs of ranks of all flows of the job; where several jobs have the same pairs,
+    on the job's number among those. So names, sizes and other jobs change no hashed path.
+
     Args:
         topology: The graph.
         traffic: The jobs.
@@ -115,17 +119,20 @@ def route_flows(
             f"two jobs are called {twice!r}", hint="give each a name of its own"
         )
     choices = _Choices(topology)
-    # Of several flows between two ranks each has a number, so that a hash can tell them apart.
-    # Names are no part of it: what a job is called changes no time.
-    met: Counter[tuple[int, int]] = Counter()
+    alike: Counter[int] = Counter()  # jobs met so far, by their pairs of ranks
     hashed: dict[str, tuple[Path, ...]] = {}
     for job in traffic:
+        pairs = [(flow.source, flow.target) for flow in job.flows]
+        content = _digest(pairs)
+        met: Counter[tuple[int, int]] = Counter()
         paths = []
-        for flow in job.flows:
-            ends = flow.source, flow.target
-            paths.append(_hashed(choices.of(*ends), (seed, *ends, met[ends])))
+        for ends in pairs:
+            key = seed, *ends, met[ends], content, alike[content]
+            at = choices.of(*ends)
+            paths.append(at[_digest(key) % len(at)])
             met[ends] += 1
         hashed[job.job_id] = tuple(paths)
+        alike[content] += 1
     start = Routing(topology, tuple(traffic), hashed, "hash")
     if policy == "hash":
         return start
@@ -168,10 +175,9 @@ class _Choices:
         return chosen
 
 
-def _hashed(paths: PathChoices, key: tuple[int, ...]) -> Path:
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    chosen: Path = paths[int.from_bytes(digest, "big") % len(paths)]
-    return chosen
+def _digest(value: object) -> int:
+    """Return a number that is the same in every process, other than ``hash``."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big")
 
 
 def _least_loaded(

@@ -370,13 +370,16 @@ def _disk_table(summaries: Sequence[GraphSummary]) -> DataTable:
     rows = []
     for run in (run for run in summaries if run.data.rows):
         mean = run.data.bytes_read / run.data.requests if run.data.requests else None
+        requests = None  # no epoch is whole yet
+        if run.bytes_per_epoch is not None:
+            requests = run.bytes_per_epoch / mean if mean else 0.0
         rows.append(
             (
                 run.label,
                 *(format_percent(run.hit_rates.get(level)) for level, _ in levels),
                 format_bytes_or_dash(run.bytes_per_epoch),
                 format_bytes_or_dash(run.predicted_bytes_per_epoch),
-                format_count((run.bytes_per_epoch or 0.0) / mean if mean else None),
+                format_count(requests),
                 format_bytes_or_dash(mean),
                 format_ratio(run.amplification),
             )

@@ -15,6 +15,8 @@ from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
 _OFF = 0.1  # of a step: a part that is off by more is named
 _BUSY = 0.05  # share of the time without a processor
+_NUMBERS = ("compute_s", "exposed_communication_s", "bubble_s", "other_s", "all_reduce_s",
+            "memory_bytes")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,20 @@ class PredictedRun:
 def predicted_runs(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[PredictedRun]:
     """Return the runs that came from a plan, compared with it."""
     return [
-        _compared(run, summary, said)
+        _compared(run, summary, _said(run, table))
         for run, summary in zip(runs, summaries, strict=True)
-        if isinstance(said := run.config.get("prediction"), dict)
+        if isinstance(table := run.config.get("prediction"), dict)
     ]
 
 
-def _compared(run: Run, summary: RunSummary, said: dict[str, Any]) -> PredictedRun:
+def _said(run: Run, table: dict[str, Any]) -> dict[str, Any]:
+    """Return what the table of a run's configuration says, checked."""
     try:
-        return _comparison(run, summary, said)
+        said: dict[str, Any] = {key: float(table[key]) for key in _NUMBERS}
+        constants = {key: float(value) for key, value in dict(table.get("constants", {})).items()}
+        return said | {
+            "cluster": str(table["cluster"]), "ranks": table["ranks"], "constants": constants
+        }  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"[prediction] in {run.path / 'config.toml'} is not what a plan writes: {error!r}",
@@ -79,12 +86,12 @@ def _compared(run: Run, summary: RunSummary, said: dict[str, Any]) -> PredictedR
         ) from error
 
 
-def _comparison(run: Run, summary: RunSummary, said: dict[str, Any]) -> PredictedRun:
+def _compared(run: Run, summary: RunSummary, said: dict[str, Any]) -> PredictedRun:
     each = summary.step_seconds
 
     def part(name: str, key: str, *categories: str) -> PredictedPart:
         measured = None if each is None else sum((each[one] for one in categories), 0.0)
-        return PredictedPart(name, float(said[key]), measured)
+        return PredictedPart(name, said[key], measured)
 
     parts = [
         part("compute", "compute_s", "compute", "boundary"),
@@ -94,17 +101,16 @@ def _comparison(run: Run, summary: RunSummary, said: dict[str, Any]) -> Predicte
     ]
     measured = None if each is None else sum(part.measured or 0.0 for part in parts)
     step = PredictedPart("step", sum(part.predicted for part in parts), measured)
-    exchange = PredictedPart(
-        "one exchange in flight", float(said["all_reduce_s"]), _exchange_s(run, summary)
-    )
+    exchange_s = _exchange_s(run, summary)
+    exchange = PredictedPart("one exchange in flight", said["all_reduce_s"], exchange_s)
     process = (run.result.process if run.result is not None else None) or {}
-    memory = PredictedPart("memory", float(said["memory_bytes"]), process.get("memory_bytes"))
+    memory = PredictedPart("memory", said["memory_bytes"], process.get("memory_bytes"))
     found = (step, *parts, exchange, memory)
     findings = _findings(run, said, {part.name: part for part in found}, process)
     if step.measured is not None and summary.after_last_step_s > _OFF * step.measured:
         wait = format_duration_s(summary.after_last_step_s)
         findings.append(f"After the last step, all replicas became equal in {wait}: in no step.")
-    return PredictedRun(run.label, str(said["cluster"]), found, tuple(findings))
+    return PredictedRun(run.label, said["cluster"], found, tuple(findings))
 
 
 def _exchange_s(run: Run, summary: RunSummary) -> float | None:
@@ -113,9 +119,8 @@ def _exchange_s(run: Run, summary: RunSummary) -> float | None:
         return None
     if run.manifest.method == "ddp":
         return summary.in_flight_s / summary.steps
-    sync = (run.result.sync or {}) if run.result is not None else {}
-    rounds = sync.get("rounds")  # of each fragment, one after another
-    return summary.in_flight_s / rounds * sync.get("fragments", 1) if rounds else None
+    sync = run.result.sync if run.result is not None else None
+    return summary.in_flight_s / sync.rounds * sync.fragments if sync and sync.rounds else None
 
 
 def _findings(
@@ -151,10 +156,10 @@ def _findings(
     if not off and not found:
         error = "as measured" if step.error is None else f"{_error(step)} off"
         found.append(f"Every part is within {_OFF:.0%} of the step; the step is predicted {error}.")
-    found += [_blame(name, parts, said.get("constants", {})) for name in off]
+    found += [_blame(name, parts, said["constants"]) for name in off]
     memory = parts["memory"]
     if memory.error is not None and abs(memory.error) > _OFF:
-        found.append(_of_memory(memory, said.get("constants", {})))
+        found.append(_of_memory(memory, said["constants"]))
     return found
 
 

@@ -354,7 +354,9 @@ def _page_of(folder: Path, names: set[str]) -> str | None:
     found = simulated if "decisions.jsonl" in names else None
     if names & {"mesh.json", "megatron_flags.txt", "fivefold_train.toml"}:
         found = "plan JOB", "the page of its plans"
-    for name in sorted(name for name in names if name.endswith(".json") and found is None):
+    for name in sorted(name for name in names if name.endswith(".json")):
+        if found is not None:
+            break
         try:
             with (folder / name).open("rb") as file:
                 head = file.read(_HEAD_BYTES)

@@ -174,6 +174,13 @@ class Communication(Record):
     collectives: NonNegativeInt = 0
 
 
+class Rounds(Record):
+    """How often replicas synchronized: of each fragment of the model, one after another."""
+
+    rounds: NonNegativeInt = 0
+    fragments: PositiveInt = 1
+
+
 class RunResult(Record):
     """``result.json``: the sums that rank 0 writes at a run's end."""
 
@@ -187,8 +194,8 @@ class RunResult(Record):
     waits: dict[str, _Seconds] = Field(default_factory=dict)
     communication: Communication | None = None
     link_bytes: LinkBytes | None = None
-    sync: dict[str, Any] | None = None
-    process: dict[str, Any] | None = None
+    sync: Rounds | None = None
+    process: dict[str, _Seconds | None] | None = None  # and its most memory, in bytes
 
 
 @dataclass(frozen=True, slots=True)

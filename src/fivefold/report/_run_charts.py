@@ -213,8 +213,13 @@ def _whole_rounds(rank: RankTrace) -> list[RoundPoint]:
     points = _messages(rank)
     if not any(point.fragment for point in points):
         return points
-    first = {point.fragment: point for point in reversed(points)}.values()
-    return [point for point in points if not any(point is one for one in first)]
+    seen: set[int] = set()
+    whole = []
+    for point in points:
+        if point.fragment in seen:
+            whole.append(point)
+        seen.add(point.fragment)
+    return whole
 
 
 def _varies(by_rank: Sequence[Sequence[RoundPoint]]) -> bool:

@@ -321,7 +321,7 @@ def plan_send_order(
         LayerCost(
             forward_s=bucket.forward_s,
             backward_s=bucket.ready_s - begin_s,
-            gradient_bytes=bucket.size_bytes,
+            gradient_bytes=max(1, bucket.size_bytes),  # an empty bucket is sent as well
         )
         for bucket, begin_s in zip(buckets, begins_s, strict=False)
     ]

@@ -1,5 +1,6 @@
 """Fits and topologies from made-up measurements whose truth is known."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -134,6 +135,17 @@ def test_without_a_measurement_ranks_share_one_port(ranks, measured):
         np.full((ranks, ranks), 1e-6), np.full((ranks, ranks), 10e9), contention=contention
     )
     assert profile.shares_one_port()
+
+
+@pytest.mark.parametrize("itself", [np.nan, 0.0, 1e-9])
+def test_what_a_rank_takes_to_itself_says_nothing(itself):
+    both = [30e9] * 4
+    profile = profile_of(
+        np.full((4, 4), 1e-6), np.full((4, 4), 10e9), contention=crowded(both, both)
+    )
+    times = profile.times_s.copy()
+    times[np.eye(4, dtype=bool)] = itself * np.array(SIZES)[:]
+    assert not dataclasses.replace(profile, times_s=times).shares_one_port()
 
 
 def test_several_ranks_on_several_hosts_share_a_card():

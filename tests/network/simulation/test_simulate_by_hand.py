@@ -1,6 +1,9 @@
 """Cases solved by hand: closed forms, iterations, in-network sums, bad input."""
 
 import dataclasses
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -332,7 +335,13 @@ def test_bad_requests_are_named():
         simulate(topology, tasks, iterations=2)
     with pytest.raises(ConfigurationError, match="which has no task"):
         simulate(topology, tasks, iterations={"y": 2})
-    for wrong in ({"tolerance": 0.7}, {"tolerance": "0"}, {"until_s": "1"}, {"until_s": -1.0}):
+    for wrong in (
+        {"tolerance": 0.7},
+        {"tolerance": "0"},
+        {"until_s": "1"},
+        {"until_s": -1.0},
+        {"until_s": [1.0]},
+    ):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             simulate(topology, tasks, **wrong)
     with pytest.raises(ConfigurationError, match="has no column 'rates'"):
@@ -377,3 +386,52 @@ def test_routes_of_a_topology_are_taken_as_they_are():
     np.testing.assert_array_equal(
         simulate(topology, table).finish_s, simulate(topology, tasks).finish_s
     )
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_tasks_wait_for_may_be_an_array_each(kind):
+    waits = kind([np.array([], np.int64), np.array([0]), np.array([0, 1])])
+    table = FlowTable.build(sizes=[1.0, 2.0, 3.0], routes=[[]] * 3, dependencies=waits)
+    assert table.dependency_offsets.tolist() == [0, 0, 1, 3]
+    assert table.dependencies.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("link", [-1, 2, True, 0.0, "0", [0]])
+def test_coupled_flows_name_the_link_that_is_wrong(link):
+    topology = line(2, bandwidth=1.0)
+    for links in ([link], [0, 1, link]):
+        with pytest.raises(ConfigurationError, match=re.escape(f"uses link {link!r}")):
+            simulate(topology, [CoupledFlows("c", 1.0, links=links)])
+    for links in ([], [0, 1], np.array([0, 1, 1])):
+        assert simulate(topology, [CoupledFlows("c", 0.0, links=links)]).total_s == 0.0
+
+
+class Counted(dict):
+    """A tree that counts how often a parent is looked up."""
+
+    looks = 0
+
+    def get(self, *key):
+        self.looks += 1
+        return super().get(*key)
+
+    def __getitem__(self, key):
+        self.looks += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_tree_is_checked_in_a_pass_over_it(deep):
+    tree = Counted({str(n): str(n + 1) if deep else "top" for n in range(500)})
+    AggregationRequest("s", tree, [str(n) for n in range(500)], 1.0, slots=1)
+    assert tree.looks <= 500
+    tree[str(499)] = "0" if deep else "499"
+    with pytest.raises(ConfigurationError, match=r"roots|circle"):
+        AggregationRequest("s", tree, [str(n) for n in range(500)], 1.0, slots=1)
+
+
+def test_the_simulator_is_imported_without_scipy():
+    code = "import sys, fivefold.network.simulation; print('scipy.sparse' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"

@@ -25,6 +25,7 @@ from fivefold.network.topology import (
     parse_topology,
     read_topology,
     ring,
+    switch,
 )
 from fivefold.network.topology.text import catalogue
 
@@ -216,7 +217,7 @@ def test_spellings(tmp_path):
         ("fat_tree:4,gpus=0", "gpus of a host"),
         ("fat_tree:4,gpus=1.5", "gpus of a host"),
         ("leaf_spine:8,leaves=2", "leaf_spine also needs spines"),
-        ("clos:4x4,aggs=1,cores=1", "pods x racks x hosts"),
+        ("clos:4x4,aggs=1,cores=1", r"pods x racks x hosts; .* \(4, 8, 16\), or clos:4x8x16"),
         ("clos:4,aggs=1,cores=1", "pods x racks x hosts"),
         ("torus:4xy", "dimension"),
         ("none.toml", "does not exist"),
@@ -279,6 +280,10 @@ def test_a_generated_switch_may_be_made_to_sum():
             'source = "gpu0", target = "gpu2", remove = true',
             "no link 'gpu0' -> 'gpu2' to remove; from 'gpu0' links lead to gpu1",
         ),
+        (
+            'source = "gpu9", target = "gpu1", remove = true',
+            r"changes\[0\]: there is no link 'gpu9' -> 'gpu1' to remove; there is no node 'gpu9'",
+        ),
         ('source = "gpu0", target = "gpu9", count = 2', "'gpu9' is no node"),
         ('source = "gpu0", target = "gpu1"', "either change something or remove"),
         ('source = "gpu0", target = "gpu1", count = 1, remove = true', "either change"),
@@ -323,3 +328,9 @@ def test_a_quantity_in_one_line_names_its_unit(text):
     with pytest.raises(ConfigurationError, match="has no unit") as caught:
         parse_topology(text)
     assert text.rpartition("=")[2] in caught.value.hint
+
+
+def test_rates_are_written_in_large_units():
+    text = switch(2, bandwidth="30.864195 GB/s", latency="1.2345678901 us").to_toml()
+    assert 'bandwidth = "30.864195 GB/s"' in text
+    assert read_topology(text) == switch(2, bandwidth="30.864195 GB/s", latency="1.2345678901 us")

@@ -181,7 +181,8 @@ def test_nics_are_divided_among_connections():
     assert len(between) == 3 * 2 * 2
 
 
-def test_a_profile_from_a_file(tmp_path):
+@pytest.mark.parametrize("links_are_bool", [False, True])
+def test_a_profile_from_a_file(tmp_path, links_are_bool):
     table = {
         "name": "pair",
         "gpus_per_node": 2,
@@ -193,6 +194,7 @@ def test_a_profile_from_a_file(tmp_path):
         "remote_beta": 100,
         "remote_invbw": 105,
     }
+    table["links"] = [[False, True], [True, False]] if links_are_bool else table["links"]
     path = tmp_path / "pair.json"
     path.write_text(json.dumps(table))
     found = TacclProfile.load(path, chunk_bytes="1 MB").to_topology()
@@ -211,6 +213,7 @@ def test_a_profile_from_a_file(tmp_path):
         ({"node_betas_list": [1, 2, 3]}, "node_betas_list"),
         ({"node_invbws_list": "x"}, "node_invbws_list"),
         ({"links": [[0]], "betas": [[0, 1]]}, "betas"),
+        ({"betas": [[False, True], [True, False]]}, "betas of the TACCL profile must be"),
         ({"gpus_per_node": 4}, "NDv2 box; got 4"),
     ],
 )

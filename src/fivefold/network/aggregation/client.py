@@ -146,6 +146,7 @@ class Connection:
         return exchange.lost is None
 
     def _send(self, exchange: Exchange) -> None:
+        # So the switch holds no more than a window for a job, however far its ranks drift apart.
         while exchange.under_way < self.window:
             frame = exchange.next_frame()
             if frame is None:
@@ -430,6 +431,7 @@ class AggregationClient:
             # What is left of a connection says nothing: all ranks join anew, at the same count.
             self._drop_connection()
             self._trouble = self._trouble or "a rank has lost the switch"
+            # The count is the same on all ranks, so no message is needed to agree on it.
             self._retry_at = self._sequence + self._options.retry_every
 
     def _drop_connection(self) -> None:

@@ -166,7 +166,8 @@ class Profile:
         """
         if self.contention is None or self.num_ranks < 3:
             return True
-        best = np.nan_to_num(self.usable_rates_bytes_per_s)
+        itself = np.eye(self.num_ranks, dtype=bool)
+        best = np.where(itself, 0.0, self.usable_rates_bytes_per_s)
         gain_out = self.contention.out_bytes_per_s / best.max(axis=1)
         gain_in = self.contention.in_bytes_per_s / best.max(axis=0)
         return float(np.median(np.concatenate([gain_out, gain_in]))) < _ONE_PORT

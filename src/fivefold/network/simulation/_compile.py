@@ -54,7 +54,9 @@ def plan_tree(topology: Topology, request: AggregationRequest) -> Tree:
         # One slot of a switch that has none: the fallback always runs.
         return Tree(tuple(links), 0.0, math.inf, (len(topology.switches),), 1)
     switches = tuple(numbers[node] for node in request.aggregators)
-    pools = [pool for n in switches if (pool := topology.switches[n].aggregation) is not None]
+    pools = [
+        pool for number in switches if (pool := topology.switches[number].aggregation) is not None
+    ]
     rise_s, fall_s = (
         max(_path_s(topology, request, way, leaf) for leaf in request.leaves) for way in (up, down)
     )
@@ -64,8 +66,8 @@ def plan_tree(topology: Topology, request: AggregationRequest) -> Tree:
         route=(
             *links,
             *(
-                topology.num_links + n
-                for n, pool in zip(switches, pools, strict=True)
+                topology.num_links + number
+                for number, pool in zip(switches, pools, strict=True)
                 if pool.rate_bytes_per_s is not None
             ),
         ),
@@ -145,8 +147,8 @@ def requests_of(
     pools = [ability.aggregation for ability in topology.switches]
     return Requests(
         slot_offsets=offsets_of(slot_counts),
-        slot_switches=np.array([one for t in trees.values() for one in t.switches], np.int64),
-        slots=np.array([t.slots for t in trees.values() for _ in t.switches], np.int64),
+        slot_switches=np.array([one for tree in trees.values() for one in tree.switches], np.int64),
+        slots=np.array([tree.slots for tree in trees.values() for _ in tree.switches], np.int64),
         fallback_offsets=offsets_of(fallback_counts),
         fallbacks=np.array([one for chosen in fallbacks.values() for one in chosen], np.int64),
         fallback_of=fallback_of,
@@ -189,7 +191,10 @@ def compile_tasks(
         topology,
         len(every),
         {positions[name]: tree for name, tree in trees.items()},
-        {positions[n]: [positions[f.flow_id] for f in flows] for n, flows in fallbacks.items()},
+        {
+            positions[name]: [positions[flow.flow_id] for flow in flows]
+            for name, flows in fallbacks.items()
+        },
     )
     return table, found, tuple(jobs)
 
@@ -270,8 +275,7 @@ def _row(
         tree = trees[task.request_id]
         return task.size_bytes, tree.route, tree.latency_s, tree.pool_rate_bytes_per_s
     if isinstance(task, CoupledFlows):
-        for link in task.links:
-            _check_link(topology, task.flows_id, link)
+        _check_links(topology, task)
         return task.size_bytes, task.links, task.latency_s, math.inf
     cap = math.inf if task.rate_cap_bytes_per_s is None else task.rate_cap_bytes_per_s
     return task.size_bytes, _checked_route(topology, task, checked), math.nan, cap
@@ -302,6 +306,16 @@ def _checked_route(
         )
     checked[key] = route
     return route
+
+
+def _check_links(topology: Topology, task: CoupledFlows) -> None:
+    """Check all links at once; one by one where some may be wrong, to name the first."""
+    kinds = set(map(type, task.links))
+    whole = all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds)
+    if whole and kinds and min(task.links) >= 0 and max(task.links) < topology.num_links:
+        return
+    for link in task.links:
+        _check_link(topology, task.flows_id, link)
 
 
 def _check_link(topology: Topology, flow: Hashable, link: object) -> None:

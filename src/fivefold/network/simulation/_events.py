@@ -457,6 +457,8 @@ def _keep_books(world: World, number: int) -> bool:
 @njit
 def _skip_iterations(world: World, number: int, now_s: float) -> float:
     """Count the iterations that are like the one that has just ended; gives their end."""
+    # The job shares no link, processor or switch with an unfinished one, so no other task can delay
+    # it: all its iterations begin in the same state, and are alike.
     job, counts = world.jobs[number], world.loads.counts
     period_s = now_s - job.isolated_since_s
     skipped = job.iterations - job.done

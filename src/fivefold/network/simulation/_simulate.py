@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
+from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, InfeasibleError, require_number, require_whole
 from fivefold.network.simulation._bundles import Bundles, form_bundles, grouped, make_loads
 from fivefold.network.simulation._compile import Requests, compile_tasks, requests_of
@@ -273,7 +272,8 @@ def simulate(
         >>> round(result.finish_of("a"), 6)
         0.002001
     """
-    end_s = np.inf if until_s in {None, np.inf} else require_number("until_s", until_s)
+    endless = until_s is None or (isinstance(until_s, float) and until_s == np.inf)
+    end_s = np.inf if endless else require_number("until_s", until_s)
     if require_number("tolerance", tolerance) >= 0.5:
         raise ConfigurationError(
             f"tolerance must be a share below 0.5; got {tolerance!r}",
@@ -539,17 +539,35 @@ def _jobs(iterations: IntArray, offsets: IntArray, first_uses: IntArray) -> Any:
     return jobs
 
 
+@njit
+def _open_tasks(offsets: Any, dependents: Any, pending: Any) -> Any:
+    """Return the open dependencies of each task after all that can ever start has ended."""
+    stack = np.empty(pending.size, np.int64)
+    size = 0
+    for task in range(pending.size):
+        if pending[task] == 0:
+            stack[size] = task
+            size += 1
+    while size > 0:
+        size -= 1
+        task = stack[size]
+        for at in range(offsets[task], offsets[task + 1]):
+            pending[dependents[at]] -= 1
+            if pending[dependents[at]] == 0:
+                stack[size] = dependents[at]
+                size += 1
+    return pending
+
+
 def _require_no_circle(table: FlowTable) -> None:
-    waiting = table.waiting
-    graph = coo_array(
-        (np.ones(len(waiting), np.bool_), (waiting, table.dependencies)), shape=(len(table),) * 2
-    )
-    part = connected_components(graph, connection="strong")[1]
-    inside = part[waiting] == part[table.dependencies]
-    if not inside.any():
+    waiting, needed = table.waiting, table.dependencies
+    offsets, order = grouped(needed, len(table))
+    stuck = _open_tasks(offsets, waiting[order], np.diff(table.dependency_offsets)) > 0
+    if not stuck.any():
         return
-    # Inside a strongly connected part everything waits for something, so going back comes round.
-    before = dict(zip(waiting[inside].tolist(), table.dependencies[inside].tolist(), strict=True))
+    # Every stuck task waits for a stuck one, so going back comes round.
+    held = stuck[waiting] & stuck[needed]
+    before = dict(zip(waiting[held].tolist(), needed[held].tolist(), strict=True))
     task = next(iter(before))
     path: dict[int, int] = {}
     while task not in path:

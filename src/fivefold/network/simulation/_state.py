@@ -3,7 +3,11 @@
 A *bundle* is what shares one level: flows over the same links, or a coupled group. Its members run
 at weight times level; an *entry* is a pair of a bundle and a link that it loads. Names that begin
 with ``first_`` are offsets: what belongs to record i lies from ``first_x`` of i to that of i + 1.
-Both heaps break ties by the smaller id, which makes every run repeatable.
+
+The event queue is an indexed heap: each slot (a task or a bundle) has at most one pending event,
+which can be moved or taken out. The pair heap keeps (key, id) in a slice of a shared array, so that
+thousands of small heaps need no memory of their own. Both break ties by the smaller id, which makes
+every run repeatable.
 """
 
 from __future__ import annotations

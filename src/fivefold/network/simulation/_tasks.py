@@ -237,16 +237,19 @@ class AggregationRequest(_Released):
                 f"{name}: nothing comes from {sorted(ends - set(self.leaves))}",
                 hint="nodes without children must be leaves",
             )
+        rooted = roots  # nodes that are known to lead to the root: each is passed once
         for leaf in self.leaves:
             if leaf not in self.tree:
                 raise ConfigurationError(
                     f"{name}: leaf {leaf!r} has no parent", hint="add it to the tree"
                 )
-            above = leaf
-            for _ in self.tree:
-                above = self.tree.get(above, above)
-            if above in self.tree:
-                raise ConfigurationError(f"{name}: the tree has a circle above {leaf!r}")
+            above, passed = leaf, set[str]()
+            while above not in rooted:
+                if above in passed:
+                    raise ConfigurationError(f"{name}: the tree has a circle above {leaf!r}")
+                passed.add(above)
+                above = self.tree[above]
+            rooted |= passed
 
     @property
     def root(self) -> str:
@@ -402,6 +405,8 @@ _COLUMNS: dict[str, tuple[Callable[[str, Any, int], Any], float]] = {
 def _dependency_arrays(given: Any, count: int) -> tuple[IntArray, IntArray]:
     if given is None:
         return np.zeros(count + 1, np.int64), np.zeros(0, np.int64)
+    if isinstance(given, tuple) and len(given) != 2:  # not (offsets, tasks), but an array a task
+        given = list(given)
     offsets, needed = rows_of("dependencies", given, np.int64)
     if offsets.size != count + 1:
         raise ConfigurationError(

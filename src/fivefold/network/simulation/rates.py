@@ -1,8 +1,12 @@
 """Max-min fair rates of flows by progressive filling, of all or only of what a change reaches.
 
 A bundle's level is fair when it has a bottleneck: its own cap, or a full link on which no bundle of
-its priority is above it. That test is local, and so is the repair: bundles whose bottleneck was
+its priority is above it. Where all have one, the allocation is the max-min fair one, and there is
+only one such allocation. That test is local, and so is the repair: bundles whose bottleneck was
 touched are filled anew while all others stand still; whoever then lacks one joins them.
+
+References:
+    D. Bertsekas, R. Gallager, Data Networks, section 6.5.2 (progressive filling and the test).
 """
 
 from __future__ import annotations
@@ -96,7 +100,8 @@ def change_bundle(loads: Loads, bundle: int, mark: int) -> None:
 def resolve(loads: Loads) -> None:
     """Make all levels fair again after members came and went.
 
-    The list REGION then holds the bundles that were filled anew, ``before`` their earlier levels.
+    The list REGION then holds the bundles that were filled anew, ``before`` their earlier levels;
+    the caller reads them and then sets ``inside`` of each and the length of the list back to zero.
     """
     for at in range(loads.counts[DIRTY]):
         link = loads.lists[DIRTY, at]
@@ -359,7 +364,8 @@ def max_min_rates(
     """Return the rates at which no flow can gain without taking from one that has no more.
 
     Water is filled into all flows together, in proportion to their weights; a link that fills up
-    stops its flows, and the rest goes on. Exact up to rounding.
+    stops its flows, and the rest goes on. Strict priorities are filled top down. Exact up to
+    rounding.
 
     Args:
         routes: Links of each flow: one list each; what ``topology.routes()`` returns; or arrays

@@ -175,7 +175,8 @@ def clos(
     """
     if not isinstance(shape, Collection) or len(shape) != 3:
         raise ConfigurationError(
-            f"clos needs pods x racks x hosts; got {shape!r}", hint="such as (4, 8, 16)"
+            f"clos needs pods x racks x hosts; got {shape!r}",
+            hint="such as (4, 8, 16), or clos:4x8x16,... in one line",
         )
     pods, racks, hosts = shape
     for what, value in zip(("pods", "racks", "hosts"), shape, strict=True):

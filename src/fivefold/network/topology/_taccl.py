@@ -228,7 +228,8 @@ def _times(table: Mapping[str, Any], key: str, *shapes: tuple[int, ...]) -> Floa
         found = np.array(table.get(key))
     except ValueError:  # rows of several lengths
         found = np.array(None)
-    numbers = found.dtype.kind in "iuf" and bool((np.isfinite(found) & (found >= 0)).all())
+    kinds = "biuf" if key == "links" else "iuf"
+    numbers = found.dtype.kind in kinds and bool((np.isfinite(found) & (found >= 0)).all())
     if not numbers or found.shape not in (shapes or ((),)):
         if not shapes:
             raise DataError(f"the TACCL profile has no number {key}", hint="add the key")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -466,17 +467,22 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    return _written(seconds, _TIMES, parse_duration_s, exact="s")
+    return _written(seconds, _TIMES, parse_duration_s, exact="s", longest=12)
 
 
 def _written(
-    value: float, units: Mapping[str, float], parse: Callable[[str], float], *, exact: str
+    value: float,
+    units: Mapping[str, float],
+    parse: Callable[[str], float],
+    *,
+    exact: str,
+    longest: float = math.inf,
 ) -> str:
     """Write a quantity in the largest unit in which it is short and is read back the same."""
     for unit, scale in units.items():
         for number in (_shortest(value / scale), f"{value / scale:.6g}"):
             text = f"{number} {unit}"
-            if value >= scale and len(text) < 12 and parse(text) == value:
+            if value >= scale and len(text) < longest and parse(text) == value:
                 return text
     return f"{_shortest(value)} {exact}"
 

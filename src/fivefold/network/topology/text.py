@@ -57,23 +57,25 @@ class _Generator:
 
 
 _GENERATORS: Mapping[str, _Generator] = {
-    (name := example.partition(":")[0]): _Generator(getattr(module, name), example)
-    for module, examples in (
-        (
-            _direct,
-            ("ring:8", "line:8", "mesh:4x4", "torus:4x4x4", "hypercube:6", "fully_connected:8",
-             "star:8", "switch:8"),
-        ),
-        (
-            _fabrics,
-            ("fat_tree:8,gpus=8,nics=4", "leaf_spine:16,leaves=4,spines=2",
-             "clos:4x8x16,aggs=8,cores=32,gpus=8", "rail_optimized:16,spines=8", "rail_only:16",
-             "dual_plane:16,hosts_per_segment=8,aggs_per_plane=4"),
-        ),
-        (_direct, ("dragonfly:4",)),
+    example.partition(":")[0]: _Generator(build, example)
+    for build, example in (
+        (_direct.ring, "ring:8"),
+        (_direct.line, "line:8"),
+        (_direct.mesh, "mesh:4x4"),
+        (_direct.torus, "torus:4x4x4"),
+        (_direct.hypercube, "hypercube:6"),
+        (_direct.fully_connected, "fully_connected:8"),
+        (_direct.star, "star:8"),
+        (_direct.switch, "switch:8"),
+        (_fabrics.fat_tree, "fat_tree:8,gpus=8,nics=4"),
+        (_fabrics.leaf_spine, "leaf_spine:16,leaves=4,spines=2"),
+        (_fabrics.clos, "clos:4x8x16,aggs=8,cores=32,gpus=8"),
+        (_fabrics.rail_optimized, "rail_optimized:16,spines=8"),
+        (_fabrics.rail_only, "rail_only:16"),
+        (_fabrics.dual_plane, "dual_plane:16,hosts_per_segment=8,aggs_per_plane=4"),
+        (_direct.dragonfly, "dragonfly:4"),
     )
-    for example in examples
-}  # fmt: skip
+}
 
 
 class Catalogue(NamedTuple):
@@ -331,8 +333,9 @@ def _changed(topology: Topology, entry: Mapping[str, Any], place: str) -> Topolo
     kept = [link for link in topology.links if (link.source, link.target) not in gone]
     if len(kept) == topology.num_links:
         message = f"{place}: there is no link {ends[0]!r} -> {ends[1]!r} to remove"
-        leaving = topology.out_links(ends[0])  # or says that there is no such node
-        targets = sorted({topology.links[link].target for link in leaving.tolist()})
+        if ends[0] not in {node.name for node in topology.nodes}:
+            raise ConfigurationError(message, hint=f"there is no node {ends[0]!r} either")
+        targets = sorted({link.target for link in topology.links if link.source == ends[0]})
         shown = ", ".join(targets[:6]) or "nowhere"
         raise ConfigurationError(message, hint=f"from {ends[0]!r} links lead to {shown}")
     return topology.with_links(kept)
