@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import fivefold
@@ -163,6 +164,13 @@ def test_bad_requests(command: list[str], options: dict[str, float], message: st
     with pytest.raises(ConfigurationError) as caught:
         run_lab(_SPEC, command, allow_unshaped=True, **options)
     assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_namespaces")
+def test_limits_may_be_numpys() -> None:
+    limits = {"timeout_s": np.int64(60), "grace_s": np.float32(2.0)}
+    result = run_lab(_SPEC, ["true"], allow_unshaped=True, stream=False, **limits)
+    assert result.exit_code == 0
 
 
 _CALLER = """

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pickle
+from types import MappingProxyType
+
 import pytest
 
 from fivefold.errors import ConfigurationError
@@ -55,3 +58,16 @@ def test_one_line_says_what_it_is() -> None:
     expected = "2 hosts, 2 processes each, 1 Gbit/s, host1 8 Mbit/s, 5 ms ± 1 ms one way"
     assert spec.describe() == expected
     assert LabSpec(hosts=1).describe() == "1 host, no rate limit"
+
+
+def test_any_mapping_can_be_sent_to_the_supervisor() -> None:
+    fields = {
+        "host_rates": {1: "8Mbit/s"},
+        "host_classes": {0: 1},
+        "aggregators": {"switch": MappingProxyType({"slots": 4})},
+        "routes": {},
+    }
+    views = {name: MappingProxyType(field) for name, field in fields.items()}
+    spec = LabSpec(rate="80Mbit/s", classes=2, **views)
+    assert pickle.loads(pickle.dumps(spec)) == spec  # noqa: S301 - our own
+    assert spec.aggregators == {"switch": {"slots": 4}}

@@ -20,6 +20,7 @@ import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -389,9 +390,9 @@ def _check_request(command: Sequence[str], *, timeout_s: float | None, grace_s: 
             f"there is no program {str(command[0])!r}",
             hint="give its path, or a name that is found on PATH",
         )
-    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+    if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
         raise ConfigurationError(f"timeout_s must be more than zero; got {timeout_s!r:.40}")
-    if not isinstance(grace_s, int | float) or not grace_s >= 0:
+    if not isinstance(grace_s, Real) or not grace_s >= 0:
         raise ConfigurationError(f"grace_s must not be negative; got {grace_s!r:.40}")
 
 

@@ -99,6 +99,8 @@ class LabSpec:
                     f"{name} must be a mapping; got {getattr(self, name)!r:.60}",
                     hint=f"leave {name} out for none",
                 )
+            # Plain ones: a run's supervisor gets the specification pickled.
+            object.__setattr__(self, name, dict(getattr(self, name)))
         if self.topology is not None and not isinstance(self.topology, str):
             raise ConfigurationError(
                 f"topology must be the text of a topology file; got {self.topology!r:.60}",
@@ -168,6 +170,8 @@ class LabSpec:
             for name in options:
                 message = f"an aggregating switch has no option {name!r}"
                 require_one_of(name, _AGGREGATOR_OPTIONS, message)
+        plain = {node: dict(options) for node, options in self.aggregators.items()}
+        object.__setattr__(self, "aggregators", plain)
 
     def _check_path(self) -> None:
         if not isinstance(self.loss, int | float) or not 0.0 <= self.loss < 1.0:

@@ -1,9 +1,10 @@
 """The supervisor: the one process from which everything of a run hangs.
 
-The first process of private namespaces (or an ordinary one that kills its ranks' process groups):
-when it ends, the kernel ends all others in there. It ends when its ranks have, or when the pipe
-from the lab's caller closes, which also a kill -9 of the caller does. Control pipe in: one line
-with the job, then ``stop`` or ``kill``. Event pipe out: JSON lines.
+Runs as ``python -m fivefold.lab._supervisor CONTROL_FD EVENT_FD``, the first process of private
+namespaces (or an ordinary one that kills its ranks' process groups): when it ends, the kernel ends
+all others in there. It ends when its ranks have, or when the pipe from the lab's caller closes,
+which also a kill -9 of the caller does. Control pipe in: one line with the job, then ``stop`` or
+``kill``. Event pipe out: JSON lines.
 """
 
 from __future__ import annotations
@@ -245,7 +246,10 @@ class Supervisor:
     def _streams_of(self, rank: int, process: subprocess.Popen[bytes]) -> list[Stream]:
         host, local_rank = divmod(rank, self._spec.nproc_per_host)
         stem, shown = Path(self._job.log_folder) / f"rank{rank}", self._job.stream
-        mark = f"[{host_name(host)}{f':{local_rank}' if self._spec.nproc_per_host > 1 else ''}]"
+        name = host_name(host)
+        if self._spec.nproc_per_host > 1:
+            name += f":{local_rank}"
+        mark = f"[{name}]"
         if shown and os.isatty(2) and not os.environ.get("NO_COLOR"):
             mark = f"\x1b[{_COLOURS[host % len(_COLOURS)]}m{mark}\x1b[0m"
         prefix, stderr_fd = f"{mark} ".encode(), 2 if shown else None
@@ -334,14 +338,14 @@ class Supervisor:
 
 
 def main(arguments: list[str]) -> None:
+    """Run the job that the control pipe brings; the arguments are the two pipes."""
     control_fd, event_fd = int(arguments[0]), int(arguments[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Requests come over the control pipe. A handler, because ranks would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)
     for fd in (control_fd, event_fd):
         os.set_inheritable(fd, False)
-    with suppress(OSError):  # Linux only; elsewhere orphans go to the machine's init
-        become_subreaper()
+    become_subreaper()
     job: Job = pickle.loads(base64.b64decode(_read_line(control_fd)))  # noqa: S301 - our caller's
     try:
         Supervisor(job, control_fd=control_fd, event_fd=event_fd).run()

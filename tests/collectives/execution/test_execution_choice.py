@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from fivefold.collectives.algorithms import build_algorithm
@@ -16,7 +18,7 @@ from fivefold.collectives.execution.choose import (
     choose,
     library_names,
 )
-from fivefold.collectives.lowering import check_program
+from fivefold.collectives.lowering import check_program, lower
 from fivefold.collectives.schedules import all_reduce, named_collective
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Link, Node, Topology, switch
@@ -136,6 +138,27 @@ def test_latency_and_message_cost_are_added():
 def test_settings_are_checked(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         configure(**changes)
+
+
+def test_settings_may_be_numpys_numbers_or_fractions():
+    chosen = Settings(
+        max_pieces=np.int64(4),
+        min_piece_bytes=np.uint32(1 << 16),
+        message_s=Fraction(1, 2048),
+        margin=np.float32(0.25),
+    )
+    found = choose("all_reduce", topology=slow_ring(4), settings=chosen, size_bytes=1 << 24)
+    plain = Settings(max_pieces=4, min_piece_bytes=1 << 16, message_s=2**-11, margin=0.25)
+    assert found == choose("all_reduce", topology=slow_ring(4), settings=plain, size_bytes=1 << 24)
+
+
+def test_what_is_said_does_not_grow_with_the_programs_use():
+    program = lower(build_algorithm("ring", all_reduce(4)))
+    choice = Choice("ring", program, 1.0, 2.0, 1 << 20)
+    said = choice.to_bytes()
+    assert program.slots
+    assert choice.to_bytes() == said
+    assert Choice.from_bytes(said) == choice
 
 
 def test_the_environment_is_read(monkeypatch):

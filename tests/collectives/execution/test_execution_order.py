@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fivefold.collectives.algorithms import build_algorithm
+from fivefold.collectives.execution._calls import FivefoldWork, WorkQueue
 from fivefold.collectives.execution._plan import plan_rank
 from fivefold.collectives.execution._run import (
     CollectiveError,
@@ -220,3 +221,23 @@ def test_a_peer_that_never_sends_is_named():
     inputs = [torch.ones(90_000) for _ in range(3)]
     with pytest.raises(CollectiveError, match=r"for data from rank 2|to take data"):
         everywhere(program, inputs, network, timeout=timedelta(seconds=1.5))
+
+
+def test_a_future_resolves_whatever_ended_the_call():
+    error = KeyboardInterrupt()
+    for late in (False, True):
+        work = FivefoldWork([], what="all_reduce of 8 bytes")
+        future = work.get_future() if late else None
+        work.finish(error)
+        future = future or work.get_future()
+        assert future.done()
+        with pytest.raises(RuntimeError, match=r"all_reduce of 8 bytes was ended by Keyboard"):
+            future.wait()
+
+
+def test_a_closed_queue_is_not_busy():
+    jobs, work = WorkQueue(name="jobs"), FivefoldWork([], what="job")
+    jobs.submit(lambda: None, work, in_thread=True)
+    assert work.wait()
+    jobs.close()
+    assert not jobs.is_busy

@@ -160,6 +160,7 @@ def test_a_file_without_a_collective_needs_to_be_told(tmp_path):
         ('tb id="0"', 'tb id="3"', "thread block 0 is missing"),
         (' s="1"', ' s="5"', "step 1 is missing"),
         ('ngpus="2"', 'ngpus="3"', "gpu 2 of 3 is missing"),
+        ('ngpus="2"', 'ngpus="1"', "line 5, <gpu>: id=1 is not in 0 to 0"),
         ('ngpus="2"', 'ngpus="99999999999"', "is not in 1 to"),
         ("</algo>", "", "no XML"),
         ("<tb ", "<foo/><tb ", "it may not stand here"),

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.collectives.algorithms import available_algorithms
 from fivefold.collectives.pricing import Group, price_s
+from fivefold.collectives.schedules import named_collective
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Aggregation, Link, Node, SwitchAbility, Topology, switch
 
@@ -92,9 +94,9 @@ def test_what_has_no_price_is_refused():
         with pytest.raises(ConfigurationError, match="no price"):
             price_s(network, **{"kind": "all_gather", "size_bytes": 1.0} | change)
     for fidelity in ("closed_form", "schedule", "simulation"):
-        for algorithm, message in (("nosuch", "no algorithm"), ("pairwise", "does not do")):
+        for algorithm in ("nosuch", "pairwise"):
             wrong = {"fidelity": fidelity, "algorithm": algorithm}
-            with pytest.raises(ConfigurationError, match=message):
+            with pytest.raises(ConfigurationError, match=f"no algorithm '{algorithm}'.*bruck"):
                 price_s(network, "all_gather", size_bytes=1.0, **wrong)
         for group in (Group(size=8), Group(size=2, stride=4), Group(size=4, ranks=3)):
             with pytest.raises(ConfigurationError, match="does not fit into 4 ranks"):
@@ -149,3 +151,11 @@ def test_what_switches_cannot_aggregate_is_refused():
     for kind, fidelity in (("all_gather", "closed_form"), ("all_reduce", "schedule")):
         with pytest.raises(ConfigurationError, match="switches do not aggregate"):
             price_s(switch(4), kind, size_bytes=1.0, fidelity=fidelity, algorithm="in_network")
+
+
+def test_the_closed_form_takes_every_algorithm_that_there_is():
+    plain = price_s(switch(4), "all_reduce", size_bytes=1e6)
+    for name in available_algorithms(named_collective("all_reduce", 4)):
+        for algorithm in (name, name.replace("_", "-").upper()):
+            found = price_s(switch(4), "all_reduce", size_bytes=1e6, algorithm=algorithm)
+            assert found == plain

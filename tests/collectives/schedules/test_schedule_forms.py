@@ -260,6 +260,14 @@ def test_a_picture_needs_the_schedules_own_times():
     draw_schedule(empty, evaluate(empty, size_bytes=1))
 
 
+def test_transfers_may_come_without_attributes_but_with_no_other_field():
+    moves = [Transfer(chunk=0, source=0, target=1)]
+    made = Schedule.from_transfers(moves, collective=broadcast(2), attributes=None)
+    assert made.attributes == {}
+    with pytest.raises(TypeError, match=r"from_transfers\(\).* 'sender'"):
+        Schedule.from_transfers(moves, collective=broadcast(2), sender="me")
+
+
 def test_transfers_come_back_as_they_went_in():
     network = ring(3)
     link = int(network.direct_links(0, 1)[0])

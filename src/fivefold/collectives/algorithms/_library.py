@@ -325,11 +325,11 @@ def _forms(
         spread = partial(pat_moves, most_chunks=most)
     if name == "hierarchical":
         members = _checked_groups(collective, topology, options.get("groups"))
-        levels = [options.get(key, "ring") for key in ("intra", "inter")]
-        for level in levels:
+        names = options.get("intra", "ring"), options.get("inter", "ring")
+        for level in names:
             allowed = [key for key in _SPREADS if key not in _ROOTED_SPREADS]
             require_one_of(level, allowed, f"{level!r} cannot be one level of a hierarchy")
-        intra, inter = (_SPREADS[level] for level in levels)
+        intra, inter = _SPREADS[names[0]], _SPREADS[names[1]]
 
         def spread(_: int, owners: Ints) -> Moves:
             return hierarchical_moves(owners, members, intra=intra, inter=inter)
@@ -426,8 +426,13 @@ def _there_and_back(up: Moves, moves: Moves, owners: Ints) -> tuple[Moves, Any]:
     np.maximum.at(ends, up.chunks, up.steps + 1)
     np.minimum.at(begins, moves.chunks, moves.steps)
     wait = max(int((ends - begins).max(initial=0)), 0)
-    parts = zip(up, moves.later(wait), strict=True)
-    chunks, sources, targets, steps = (np.concatenate(columns) for columns in parts)
+    down = moves.later(wait)
+    steps = np.concatenate([up.steps, down.steps])
     order = np.argsort(steps, kind="stable")
-    both = Moves(chunks[order], sources[order], targets[order], steps[order])
+    both = Moves(
+        np.concatenate([up.chunks, down.chunks])[order],
+        np.concatenate([up.sources, down.sources])[order],
+        np.concatenate([up.targets, down.targets])[order],
+        steps[order],
+    )
     return both, order < up.chunks.size

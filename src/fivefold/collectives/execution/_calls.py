@@ -254,10 +254,15 @@ class FivefoldWork(dist.Work):
         future: Any = torch.futures.Future()
 
         def resolve(over: futures.Future[None]) -> None:
-            if (error := over.exception()) is not None:
-                future.set_exception(error)
-            else:
+            error = over.exception()
+            if error is None:
                 future.set_result(self._results)
+            elif isinstance(error, Exception):
+                future.set_exception(error)
+            else:  # torch's futures take no others, and whoever waits would wait for ever
+                wrapped = CollectiveError(f"{self._what} was ended by {error!r}")
+                wrapped.__cause__ = error
+                future.set_exception(wrapped)
 
         self._over.add_done_callback(resolve)
         return future
@@ -280,13 +285,23 @@ class InnerWork(dist.Work):
             )
             raise self._explain(failed, by_inner=True) from error
 
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
 
-def _of_inner(name: str) -> Callable[[InnerWork], Any]:
-    return lambda self: getattr(self._work, name)()
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
 
+    def exception(self) -> Any:
+        return self._work.exception()
 
-for _name in ("is_completed", "is_success", "exception", "result", "synchronize", "get_future"):
-    setattr(InnerWork, _name, _of_inner(_name))
+    def result(self) -> Any:
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
 
 
 def profiler_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
@@ -340,6 +355,7 @@ class WorkQueue:
             self._run(*item)
             del item  # a waiting thread keeps no tensor alive
             self._jobs.task_done()
+        self._jobs.task_done()  # the None of `close`
 
     def _run(self, job: Job, work: FivefoldWork) -> None:
         error: BaseException | None = None

@@ -42,9 +42,8 @@ class RunContext:
     inputs: torch.Tensor  # input buffer, flat
     outputs: torch.Tensor  # output buffer, flat; the input again where the program runs in place
     unit: int  # elements of the unit that is cut into chunks; see :meth:`Layout.offsets`
-    combine: (
-        Callable[..., Any] | None
-    )  # ``combine(first, second, out=...)``; None where nothing is added
+    # ``combine(first, second, out=...)``; None where nothing is added
+    combine: Callable[..., Any] | None
     timeout: timedelta  # longest wait for one message
     what: str  # name of the collective for messages
     tag: int  # first tag of the messages; a queue's number is added

@@ -217,7 +217,7 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
     given = isinstance(source, str) and source.lstrip().startswith("<")
     root = _parse(str(source) if given else read_text(source, what="program"))
     num_ranks = _integer(root, "ngpus", least=1, most=1 << 16)
-    gpus = _numbered(root, root.children, "id", "gpu")
+    gpus = _numbered(root, root.children, "id", "gpu", most=num_ranks - 1)
     if len(gpus) != num_ranks:
         _fail(root, f"gpu {len(gpus)} of {num_ranks} is missing")
     ranks = tuple(_rank_program(gpu, num_ranks) for gpu in gpus)
@@ -303,12 +303,17 @@ def _integer(
 
 
 def _numbered(
-    parent: _Element, children: list[_Element], attribute: str, what: str
+    parent: _Element,
+    children: list[_Element],
+    attribute: str,
+    what: str,
+    *,
+    most: int = 1 << 16,
 ) -> list[_Element]:
     """Return elements in the order of their numbers, which count from 0."""
     found: dict[int, _Element] = {}
     for child in children:
-        number = _integer(child, attribute, most=1 << 16)
+        number = _integer(child, attribute, most=most)
         if number in found:
             _fail(child, f"there are two {what}s with {attribute} {number}")
         found[number] = child

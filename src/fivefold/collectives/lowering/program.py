@@ -145,6 +145,10 @@ class Program:
         for rank, number, block in self.blocks():
             _check_block(f"rank {rank} block {number}", block)
 
+    # Another process numbers the slots itself: they are many times as large as the program.
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "slots"}
+
     def _check_slots(self, rank: int) -> None:
         program, collective = self.ranks[rank], self.collective
         for buffer, have, needed in (

@@ -16,7 +16,7 @@ from fivefold.collectives.pricing.phases import (
     phases_time_s,
     tree_switches,
 )
-from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
+from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
 from fivefold.network.topology import Topology
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def price_s(
         message = f"size_bytes is {size_bytes!r:.40}"
         raise ConfigurationError(message, hint="give a finite size of at least 0 bytes")
     if algorithm not in (None, "in_network"):  # a clear error, also where none is built
-        _build(algorithm, kind, 2)
+        _require_algorithm(algorithm, kind)
     who = Group(size=topology.num_ranks) if group is None else group
     ranks = who.size * who.stride if who.ranks is None else who.ranks
     for key, number in (("size", who.size), ("stride", who.stride), ("ranks", ranks)):
@@ -150,23 +150,30 @@ def _in_network_s(
     return simulate(topology, [request]).finish_of("sum")
 
 
-def _build(algorithm: str, kind: str, size: int) -> Schedule:
-    from fivefold.collectives.algorithms import build_algorithm  # noqa: PLC0415 - as above
+def _require_algorithm(algorithm: str, kind: str) -> None:
+    from fivefold.collectives.algorithms import available_algorithms  # noqa: PLC0415 - as above
     from fivefold.collectives.schedules import named_collective  # noqa: PLC0415 - as above
 
-    return build_algorithm(algorithm, named_collective(kind, size))
+    plain = "_".join(algorithm.lower().replace("-", " ").split())
+    known = available_algorithms(named_collective(kind, 2))
+    require_one_of(plain, known, f"no algorithm {algorithm!r} does {kind}")
 
 
 def _of_all_groups(topology: Topology, kind: str, group: Group, algorithm: str) -> Schedule:
     """Return the same algorithm in every group of an axis, side by side."""
-    from fivefold.collectives.schedules import Collective, Schedule  # noqa: PLC0415 - as above
+    from fivefold.collectives.algorithms import build_algorithm  # noqa: PLC0415 - as above
+    from fivefold.collectives.schedules import (  # noqa: PLC0415 - as above
+        Collective,
+        Schedule,
+        named_collective,
+    )
 
     ranks = group.size * group.stride if group.ranks is None else group.ranks
     first = np.arange(ranks)
     first = first[first // group.stride % group.size == 0]
     first = first[first + (group.size - 1) * group.stride < ranks]
     members = first[:, None] + group.stride * np.arange(group.size)
-    part = _build(algorithm, kind, group.size)
+    part = build_algorithm(algorithm, named_collective(kind, group.size))
     one, count = part.collective, len(members)
     chunks = np.arange(count)[:, None] * one.num_chunks
     collective = Collective(

@@ -96,8 +96,9 @@ def _check_times_against_links(
     ends_s = np.maximum(schedule.ends_s[owner] - behind_s, starts_s)  # the last byte left by then
     slack_s = _SLACK * needs_s + 1e-12 * schedule.ends_s[owner]  # what rounding leaves of an end
     order = np.lexsort((starts_s, links))
-    spans = (column[order] for column in (links, starts_s, ends_s, needs_s, slack_s))
-    late, late_s = _first_overload(*spans)
+    late, late_s = _first_overload(
+        links[order], starts_s[order], ends_s[order], needs_s[order], slack_s[order]
+    )
     if late >= 0:
         at, link = int(owner[order[late]]), int(links[order[late]])
         name = f"{topology.links[link].source} -> {topology.links[link].target}"

@@ -318,12 +318,25 @@ class Schedule:
     # -- making --------------------------------------------------------------------------------
 
     @classmethod
-    def from_transfers(cls, transfers: Iterable[Transfer], **fields: Any) -> Schedule:
+    def from_transfers(
+        cls,
+        transfers: Iterable[Transfer],
+        *,
+        collective: Collective,
+        topology: Topology | None = None,
+        name: str = "",
+        solver: str = "",
+        attributes: Mapping[str, Any] | None = None,
+    ) -> Schedule:
         """Make a schedule from transfer objects, in their order.
 
         Args:
             transfers: The transfers; times and routes for all of them or for none.
-            **fields: The ``collective`` that they do, and the other fields of a schedule.
+            collective: What they do.
+            topology: The network that they were made for.
+            name: The algorithm.
+            solver: What made it.
+            attributes: Anything else worth keeping.
         """
         moves = list(transfers)
         ends = [m.start_s is not None and m.end_s is not None for m in moves]
@@ -341,7 +354,11 @@ class Schedule:
             ends_s=np.array([m.end_s for m in moves], dtype=np.float64) if timed else None,
             route_offsets=np.cumsum([0, *map(len, routes)]) if routed else None,
             route_links=links if routed else None,
-            **fields,
+            collective=collective,
+            topology=topology,
+            name=name,
+            solver=solver,
+            attributes=attributes or {},
         )
 
     def replaced(self, **changes: Any) -> Schedule:

@@ -174,6 +174,7 @@ def _worst_cut(
     inside = np.ones(topology.num_nodes, dtype=np.bool_)
     inside[ranks[sinks[first]]] = False
     worst, waiting = ratio(inside), ranks[sinks].tolist()
+    # Ratios are fractions, so nothing is rounded and each cut's is strictly worse: it ends.
     while True:
         # Supplies flow at 1 / worst: all become whole numbers again.
         p, q = worst.denominator, worst.numerator

@@ -180,14 +180,15 @@ def pipelined_all_reduce(
     """Reduce to a root, and broadcast each chunk from it as soon as its sum is complete."""
     ranks, chunks = collective.num_ranks, collective.num_chunks
     packing = spanning_trees(topology, root=root)
-    collect, spread = (
-        packing.to_schedule(
-            make(ranks, chunks, root=root).replaced(chunk_weights=collective.chunk_weights),
-            size_bytes=size_bytes,
-        )
-        for make in (reduce, broadcast)
-    )
-    first, second = (evaluate(half, topology, size_bytes=size_bytes) for half in (collect, spread))
+
+    def half(one: Collective) -> Schedule:
+        weighed = one.replaced(chunk_weights=collective.chunk_weights)
+        return packing.to_schedule(weighed, size_bytes=size_bytes)
+
+    collect = half(reduce(ranks, chunks, root=root))
+    spread = half(broadcast(ranks, chunks, root=root))
+    first = evaluate(collect, topology, size_bytes=size_bytes)
+    second = evaluate(spread, topology, size_bytes=size_bytes)
     done_s, needed_s = np.zeros(chunks), np.full(chunks, np.inf)
     np.maximum.at(done_s, collect.chunks, first.ends_s)
     np.minimum.at(needed_s, spread.chunks, second.starts_s)
@@ -555,10 +556,15 @@ class _Search:
         self, schedule: Schedule, method: str, solver_s: float, *, cached: bool = False
     ) -> Synthesis:
         """Verify and price a schedule."""
-        request, made = self.request, schedule.collective
-        kinds = [(one.name, one.num_ranks, one.root) for one in (made, request.collective)]
-        if kinds[0] != kinds[1] if request.free else made != request.collective:
-            message = f"{method} made another {schedule.collective.name} than was asked for"
+        request, made, asked = self.request, schedule.collective, self.request.collective
+        same_kind = (made.name, made.num_ranks, made.root) == (
+            asked.name,
+            asked.num_ranks,
+            asked.root,
+        )
+        fits = same_kind if request.free else made == asked  # where free, chunks may differ
+        if not fits:
+            message = f"{method} made another {made.name} than was asked for"
             raise ConfigurationError(message, hint="ask another method")
         verify_schedule(schedule, topology=request.topology)
         timing = evaluate(

@@ -254,18 +254,22 @@ class _Run:
             timed = self._order(routing, min(self._left_s(0.05), 2.0))
         if len(timed.moves) <= _SHOP_MOVES:
             with self._stage("scheduling_s"):
-                for alike, share in ((True, 0.15), (False, 0.2)):
-                    if symmetric if alike else timed.length > routing.bound:
-                        timed = improve_order(
-                            self.sketch,
-                            self.prices,
-                            timed,
-                            symmetric=alike,
-                            time_limit_s=self._left_s(share),
-                            seed=self.seed,
-                        )
+                if symmetric:
+                    timed = self._improved(timed, symmetric=True, share=0.15)
+                if timed.length > routing.bound:
+                    timed = self._improved(timed, symmetric=False, share=0.2)
             self._offer(timed)
         self._join(timed)
+
+    def _improved(self, timed: Timed, *, symmetric: bool, share: float) -> Timed:
+        return improve_order(
+            self.sketch,
+            self.prices,
+            timed,
+            symmetric=symmetric,
+            time_limit_s=self._left_s(share),
+            seed=self.seed,
+        )
 
     def _join(self, timed: Timed) -> None:
         """Let chunks between boxes travel together."""
@@ -278,10 +282,8 @@ class _Run:
 
     def _offer(self, timed: Timed) -> None:
         """Price the order and the messages found exactly, in seconds; keep the best."""
-        starts_s, ends_s = (
-            [time * self.prices.unit_s for time in times]
-            for times in (timed.starts, timed.arrivals)
-        )
+        starts_s = [time * self.prices.unit_s for time in timed.starts]
+        ends_s = [time * self.prices.unit_s for time in timed.arrivals]
         schedule = self._timed(timed.moves, (starts_s, ends_s))
         if schedule.total_s < self.best.total_s:
             self.best = schedule

@@ -268,7 +268,8 @@ def _search(
 def _pack(
     network: Network, roots: list[int], rate: FixedRate, connections: str
 ) -> list[SpanningTree]:
-    scaled = replace(network, capacities=rate.capacities(network))
+    # Capacities are numbers of trees from here on, so their unit is one tree.
+    scaled = replace(network, capacities=rate.capacities(network), unit=Fraction(1))
     joined = remove_switches(scaled, roots, spread=connections)
     ranks = {node: rank for rank, node in enumerate(network.terminals.tolist())}
     pairs = list(joined)
