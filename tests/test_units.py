@@ -62,7 +62,7 @@ def test_durations(text, duration_s):
 
 @pytest.mark.parametrize("parse", [parse_bytes, parse_bytes_per_s, parse_duration_s])
 @pytest.mark.parametrize(
-    "text", ["", "fast", "-1", "5 parsecs", "nan", "inf", "10 MB/h", None, "1 2 s"]
+    "text", ["", "fast", "-1", "5 parsecs", "nan", "inf", "10 MB/h", None, True, "1 2 s"]
 )
 def test_refusals_show_the_value_and_an_example(parse, text):
     with pytest.raises(ConfigurationError, match=r"is not a .*write a number with its unit"):

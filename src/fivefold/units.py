@@ -152,7 +152,7 @@ def _seconds(number: str, unit: str) -> float:
 
 def _plain_number(text: str | float, *, kind: str, example: str) -> float:
     try:
-        value = float(text)
+        value = math.nan if isinstance(text, bool) else float(text)
     except (OverflowError, TypeError, ValueError):
         value = math.nan
     if isinstance(text, str) and math.isfinite(value) and value > 0:

@@ -227,6 +227,7 @@ def test_a_hashed_path_depends_on_its_own_job_alone(cluster, data):
         (lambda t: route_flows(t, [job("a", (0, 9, 1.0))]), "no rank 9"),
         (lambda t: route_flows(t, [job("a"), job("a")]), "two jobs are called 'a'"),
         (lambda t: route_flows(t, [], policy="best"), "no policy 'best'"),
+        (lambda t: route_flows(t, [], seed="1"), "seed must be a whole number"),
         (lambda t: route_flows(t, [job("a")]).link_bytes("b"), "no job 'b'"),
         (lambda t: equal_cost_paths(t, 0, 0), "one rank to another"),
         (lambda t: equal_cost_paths(t, 0, 1, limit=0), "limit must be a whole number"),

@@ -17,7 +17,9 @@ from fivefold.strategy import (
     evaluate_plan,
     load_cluster,
     load_model,
+    megatron_script,
     search_plans,
+    space_of_target,
 )
 from fivefold.strategy.cost import evaluate_table
 from fivefold.strategy.parts import MixtureOfExperts
@@ -264,6 +266,9 @@ def test_hybrid_sharding_lies_between_copies_and_full_sharding():
         ({"tau": 4, "zero": 3}, "whole states"),
         ({"tau": 4, "zero": 1, "data": 2}, "whole states"),
         ({"zero": 4}, "unknown"),
+        ({"zero": True}, "zero must be a whole number"),
+        ({"shard": "2"}, "shard must be a whole number"),
+        ({"shard": float("nan")}, "shard must be a whole number"),
     ],
 )
 def test_contradictory_plans_are_refused(changed, words):
@@ -284,6 +289,20 @@ def test_plans_that_a_model_cannot_run_are_refused():
                       plan=ParallelPlan(global_batch=2, data=2, expert=2))  # fmt: skip
     with pytest.raises(ConfigurationError, match="empty"):
         SearchSpace(num_gpus=1, global_batch=1, zero=())
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8", float("nan")])
+def test_counts_that_are_none_are_refused(wrong):
+    space = SearchSpace(num_gpus=8, global_batch=64)
+    with pytest.raises(ConfigurationError, match="top must be a whole number"):
+        search_plans(GPT, A100.device, A100.fabric, space=space, top=wrong)
+    with pytest.raises(ConfigurationError, match="gpus_per_node must be a whole number"):
+        space_of_target(space, "train", gpus_per_node=wrong)
+    plan = ParallelPlan(global_batch=64, data=8)
+    with pytest.raises(ConfigurationError, match="gpus_per_node must be a whole number"):
+        megatron_script(load_model("llama2-7b"), plan, gpus_per_node=wrong)
+    with pytest.raises(ConfigurationError, match=r"num_gpus of cluster .* must be a whole number"):
+        dataclasses.replace(A100, num_gpus=wrong)
 
 
 def test_a_large_model_does_local_updates_with_its_states_shared_inside_nodes():

@@ -59,6 +59,8 @@ def test_what_is_no_graph_is_refused(tasks, message):
         (lambda: compute("a", after="b"), "depends_on of task 'a' must be names"),
         (lambda: send("a", -1), "size_bytes of task 'a'"),
         (lambda: send("a", cost_s_per_byte=float("inf")), "cost_s_per_byte of task 'a'"),
+        (lambda: send("a", 10).chunks(0), "chunk_bytes must be a whole number from 1; got 0"),
+        (lambda: send("a", 10).chunks(2.5), "chunk_bytes must be a whole number from 1; got 2.5"),
         (lambda: TaskGraph((compute("a"),), marks=("b",)), "mark 'b'"),
     ],
 )

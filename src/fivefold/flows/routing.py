@@ -98,10 +98,11 @@ def route_flows(
         topology: The graph.
         traffic: The jobs.
         policy: What chooses.
-        seed: Of the hash.
+        seed: Of the hash, at least 0.
 
     Raises:
-        ConfigurationError: The policy is unknown, two jobs have one name, a rank does not exist.
+        ConfigurationError: The policy or seed is none, two jobs have one name, a rank does not
+            exist.
         InfeasibleError: A flow has no path.
 
     Examples:
@@ -112,6 +113,7 @@ def route_flows(
         ((0, 3),)
     """
     require_one_of(policy, get_args(RoutePolicy), f"there is no policy {policy!r}")
+    seed = require_whole("seed", seed, least=0)
     names = [job.job_id for job in traffic]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)

@@ -11,7 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError, require_one_of
+from fivefold.errors import (
+    ConfigurationError,
+    InfeasibleError,
+    UnsupportedError,
+    require_one_of,
+    require_whole,
+)
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy.model import ModelSpec
@@ -69,7 +75,7 @@ def space_of_target(space: SearchSpace, target: str, *, gpus_per_node: int) -> S
         gpus_per_node: GPUs of a node, over which the trainer shares states of large models.
 
     Raises:
-        ConfigurationError: There is no such program.
+        ConfigurationError: There is no such program, or ``gpus_per_node`` is below 1.
         InfeasibleError: The space names values of a setting, and none that the program can run.
 
     Examples:
@@ -78,6 +84,7 @@ def space_of_target(space: SearchSpace, target: str, *, gpus_per_node: int) -> S
         (0, 1)
     """
     require_one_of(target, TARGETS, f"there is no target {target!r}")
+    require_whole("gpus_per_node", gpus_per_node)
     changes: dict[str, Any] = {}
     for name, able in _LIMITS[target].items():
         wanted = getattr(space, name)
@@ -153,6 +160,7 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
         The script; it is started on every node, with data and the like as its arguments.
 
     Raises:
+        ConfigurationError: ``gpus_per_node`` is below 1.
         UnsupportedError: As of ``megatron_flags``.
 
     Examples:
@@ -162,7 +170,7 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
         '#!/usr/bin/env bash'
     """
     lines = re.split(r" (?=--)", " ".join(megatron_flags(model, plan)))
-    nproc = min(gpus_per_node, plan.num_gpus)
+    nproc = min(require_whole("gpus_per_node", gpus_per_node), plan.num_gpus)
     nodes = plan.num_gpus // nproc
     return "\n".join(
         [

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from fivefold.collectives.pricing import FabricSpec, Group, collective_time_s
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_number
 from fivefold.strategy._operators import NARROW
 from fivefold.strategy.cluster import Cluster, DeviceSpec
 from fivefold.strategy.cost import evaluate_plan
@@ -89,6 +89,9 @@ def error_bar(
 
     A device that was anchored at a measured run has only the error between plans left.
 
+    Raises:
+        ConfigurationError: ``time_s`` is no number above 0.
+
     Examples:
         >>> from fivefold.strategy import load_cluster, load_model
         >>> plan = ParallelPlan(global_batch=128, data=8, tensor=8, dtype="fp8")
@@ -97,6 +100,7 @@ def error_bar(
         >>> 0.0 < bar.share < 0.5 and bar.count >= 8
         True
     """
+    require_number("time_s", time_s, positive=True, hint="the predicted seconds of an iteration")
     keys = kinds_of(model, device, plan, time_s=time_s)
     table = _table()
     key = next(

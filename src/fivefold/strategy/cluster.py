@@ -200,6 +200,9 @@ class Cluster:
         fabric: The tiers.
         num_gpus: How many there are; None where it does not matter.
         topology: The graph that the tiers were taken from; None where tiers are all that is known.
+
+    Raises:
+        ConfigurationError: ``num_gpus`` is below 1.
     """
 
     name: str
@@ -207,6 +210,10 @@ class Cluster:
     fabric: FabricSpec
     num_gpus: int | None = None
     topology: Topology | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_gpus is not None:
+            require_whole(f"num_gpus of cluster {self.name!r}", self.num_gpus)
 
     def graph(self) -> Topology:
         """Return the links: those described, or a tree of switches with the rates of the tiers.

@@ -8,14 +8,13 @@ gradients' and parameters' communication is exposed, and the optimizer's step. L
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from fivefold.collectives.pricing import FabricSpec
 from fivefold.collectives.pricing.closed_form import chain_time_s
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_number
 from fivefold.strategy._columns import Columns
 from fivefold.strategy._layer import Floats
 from fivefold.strategy._memory import MemoryUse, fullest_bytes, memory_use
@@ -158,9 +157,7 @@ def anchored(
         >>> round(found.time_s, 9)
         0.25
     """
-    if not (math.isfinite(measured_s) and measured_s > 0):
-        message = f"measured_s={measured_s!r} is not a time"
-        raise ConfigurationError(message, hint="positive seconds of one iteration")
+    require_number("measured_s", measured_s, positive=True, hint="seconds of one iteration")
     plain = dataclasses.replace(cluster.device, anchor=1.0)
     time_s = evaluate_plan(model, plain, cluster.fabric, plan=plan).time_s
     device = dataclasses.replace(plain, anchor=measured_s / time_s)

@@ -129,6 +129,9 @@ class ParallelPlan:
         for name in ("global_batch", "micro_batch", "data", "tensor", "pipeline", "context",
                      "expert", "virtual", "tau"):  # fmt: skip
             require_whole(name, getattr(self, name))
+        require_whole("zero", self.zero, least=0)  # True is none of the stages
+        if self.shard is not None:
+            require_whole("shard", self.shard, hint="leave it out for all data-parallel ranks")
         for name, allowed in {**_WORDS, "zero": (0, 1, 2, 3)}.items():
             value = getattr(self, name)
             require_one_of(value, allowed, f"{name}={value!r} is unknown")

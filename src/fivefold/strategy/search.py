@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing import FabricSpec
-from fivefold.errors import FivefoldError, InfeasibleError
+from fivefold.errors import FivefoldError, InfeasibleError, require_whole
 from fivefold.strategy._columns import Columns
 from fivefold.strategy._layer import Floats
 from fivefold.strategy._memory import stored_bytes
@@ -90,6 +90,7 @@ def search_plans(
         bounds: False evaluates every plan.
 
     Raises:
+        ConfigurationError: ``top`` is below 1.
         InfeasibleError: The fabric has fewer GPUs, no plan can run the model, or none fits.
 
     Examples:
@@ -102,6 +103,7 @@ def search_plans(
         8
     """
     started_s = time.perf_counter()
+    require_whole("top", top)
     if space.num_gpus > fabric.num_gpus:
         message = f"the job wants {space.num_gpus} GPUs, {fabric.name!r} has {fabric.num_gpus}"
         raise InfeasibleError(message, hint=f"use at most {fabric.num_gpus} GPUs")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fivefold.errors import ConfigurationError, require_number
+from fivefold.errors import ConfigurationError, require_number, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,11 @@ class CommunicationTask:
 
         Args:
             chunk_bytes: Largest chunk; None for one piece.
+
+        Raises:
+            ConfigurationError: ``chunk_bytes`` is below 1 or no whole number.
         """
-        if chunk_bytes is None or self.size_bytes <= chunk_bytes:
+        if chunk_bytes is None or self.size_bytes <= require_whole("chunk_bytes", chunk_bytes):
             return (self.size_bytes,)
         whole, rest = divmod(self.size_bytes, chunk_bytes)
         return (chunk_bytes,) * whole + ((rest,) if rest else ())

@@ -213,7 +213,7 @@ def test_a_profile_from_a_file(tmp_path, links_are_bool):
         ({"node_betas_list": [1, 2, 3]}, "node_betas_list"),
         ({"node_invbws_list": "x"}, "node_invbws_list"),
         ({"links": [[0]], "betas": [[0, 1]]}, "betas"),
-        ({"betas": [[False, True], [True, False]]}, "betas of the TACCL profile must be"),
+        ({"gpus_per_node": 2, "links": [[0, 1], [1, 0]], "betas": [[False, True]] * 2}, "betas of"),
         ({"gpus_per_node": 4}, "NDv2 box; got 4"),
     ],
 )
@@ -244,6 +244,8 @@ def test_wrong_names_of_profiles(tmp_path):
     ):
         with pytest.raises(ConfigurationError, match=words):
             TacclProfile.load(SMALL, **wrong)
+    with pytest.raises(ConfigurationError, match="time_scale of a TACCL profile"):
+        TacclProfile.load("ndv2_1MB", time_scale=float("nan"))
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(DataError, match="no table"):
         TacclProfile.load(tmp_path / "list.json", chunk_bytes=1024).to_topology()

@@ -180,6 +180,7 @@ def read_switch_state(address: str, *, timeout_s: float = 5.0) -> SwitchState:
 
     Raises:
         CommunicationError: It does not answer.
+        ConfigurationError: ``timeout_s`` is no number above 0.
 
     Examples:
         >>> from fivefold.network.aggregation import AggregationSwitch
@@ -188,6 +189,7 @@ def read_switch_state(address: str, *, timeout_s: float = 5.0) -> SwitchState:
         ...     read_switch_state(switch.address).slots_total
         4
     """
+    require_number("timeout_s", timeout_s, positive=True, hint="give seconds, such as 5")
     with _connected(address, timeout_s) as connection:
         answer = _asked(connection, Frame(Kind.STATE), timeout_s)
     try:

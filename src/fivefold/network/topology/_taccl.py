@@ -80,7 +80,7 @@ class TacclProfile:
         source: str | Path | Mapping[str, Any],
         *,
         chunk_bytes: str | float | None = None,
-        time_scale: float = 1.0,
+        time_scale: float | None = None,
     ) -> TacclProfile:
         """Load a profile: a published one by name, a JSON file of TACCL's, or its content.
 
@@ -88,7 +88,8 @@ class TacclProfile:
             source: A name such as ``ndv2_1MB``, a path, or a mapping.
             chunk_bytes: Size of the chunk that the times are for, such as ``"1 MiB"``; needed
                 unless published.
-            time_scale: What microseconds were multiplied by; known for the published ones.
+            time_scale: What microseconds were multiplied by; None for 1, or what is known of a
+                published one.
 
         Raises:
             ConfigurationError: The name is unknown, ``chunk_bytes`` is missing, or it or
@@ -98,11 +99,11 @@ class TacclProfile:
         named = isinstance(source, str) and not source.endswith(".json")
         if named and (source in PUBLISHED or not Path(str(source)).exists()):
             require_one_of(source, PUBLISHED, f"there is no published TACCL profile {source!r}")
-            keys, own_bytes, time_scale = PUBLISHED[str(source)]
+            keys, own_bytes, own_scale = PUBLISHED[str(source)]
             table: Any = {"name": source, **keys}
             chunk_bytes = own_bytes if chunk_bytes is None else chunk_bytes
         else:
-            table = source
+            table, own_scale = source, 1.0
             if not isinstance(source, Mapping):
                 table = read_json(Path(source), what="TACCL profile")
             if not isinstance(table, Mapping):
@@ -119,6 +120,7 @@ class TacclProfile:
         gpus, nics = table["gpus_per_node"], table.get("nics_per_node", 1)
         for key, count in (("gpus_per_node", gpus), ("nics_per_node", nics)):
             check_count(f"{key} of the TACCL profile", count)
+        scale = own_scale if time_scale is None else time_scale
         read = _matrix if "links" in table else _classes
         lists = ("betas", "invbws") if "links" in table else _LISTS
         betas, steps = (read(table, key, gpus) for key in lists)
@@ -134,7 +136,7 @@ class TacclProfile:
             remote_step=float(table["remote_invbw"]),
             switched="links" not in table and len(table[_LISTS[0]]) == 1,
             chunk_bytes=require_whole("chunk_bytes of a TACCL profile", parse_bytes(chunk_bytes)),
-            time_scale=require_number("time_scale of a TACCL profile", time_scale, positive=True),
+            time_scale=require_number("time_scale of a TACCL profile", scale, positive=True),
         )
 
     def to_topology(
