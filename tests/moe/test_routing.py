@@ -262,8 +262,11 @@ def test_capacity_by_formula():
     assert capacity_for(8192, 32, top_k=2) == 512
     assert capacity_for(10, 1, top_k=1, factor=1.1) == 11
     assert capacity_for(0, 4, top_k=2) == 0
-    with pytest.raises(ConfigurationError, match="factor must be a number from 0; got -1"):
+    with pytest.raises(ConfigurationError, match=r"factor must be a number, .*; got -1"):
         capacity_for(10, 4, top_k=2, factor=-1.0)
+    for wrong in ({"num_tokens": -1}, {"num_tokens": 1.5}, {"top_k": 0}, {"factor": "1"}):
+        with pytest.raises(ConfigurationError, match=f"{next(iter(wrong))} must be"):
+            capacity_for(**{"num_tokens": 10, "num_experts": 4, "top_k": 2} | wrong)
     with pytest.raises(ConfigurationError, match="whole number from 0; got -1"):
         drop_beyond_capacity(torch.zeros(1, 1).long(), torch.ones(1, 1), num_experts=1, capacity=-1)
     with pytest.raises(ConfigurationError, match="drop policy"):

@@ -129,6 +129,14 @@ def test_groups_that_cannot_be(groups, message):
 
 
 @pytest.mark.parametrize(
+    "wrong", [{"lr": -1.0}, {"lr": "x"}, {"weight_decay": float("nan")}, {"momentum": 1.0}]
+)
+def test_settings_that_cannot_be(wrong):
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        MuonAdamW.for_model(nn.Linear(2, 2), **wrong)
+
+
+@pytest.mark.parametrize(
     "rule", [LocalSGD(tau=3), DelayCorrected(tau=3), CO2(tau=3)], ids=lambda rule: rule.name
 )
 def test_several_optimizers_equal_the_one(rule):

@@ -166,7 +166,7 @@ def test_requests_are_those_of_whole_epochs(tmp_path, epochs, requests, shown):
     lines = [line | {"data": data} if line["event"] == "epoch" else line for line in lines]
     lines = [line for line in lines if epochs or line["event"] != "epoch"]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = {"schema": 1, "label": "x", "epochs": epochs, "wall_s": 15.0, "steps": 15}
+    result = {"schema": 1, "label": "x", "epochs": epochs, "wall_s": 15.0, "steps": 10}
     (run / "result.json").write_text(json.dumps(result | {"data": data}))
     page = report_page(build_report([tmp_path]))
     tables = [

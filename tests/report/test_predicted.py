@@ -23,8 +23,9 @@ CONSTANTS = {
 
 def planned(folder, *, name="ddp", **changes):
     run = folder / name
+    own = {key: changes.pop(key) for key in list(changes) if key in CONSTANTS}
     tables = [f"{key} = {value}" for key, value in (PREDICTION | changes).items()]
-    constants = [f'"{key}" = {value}' for key, value in CONSTANTS.items()]
+    constants = [f'"{key}" = {value}' for key, value in (CONSTANTS | own).items()]
     text = (run / "config.toml").read_text()
     parts = [text, "[prediction]", *tables, "[prediction.constants]", *constants, ""]
     (run / "config.toml").write_text("\n".join(parts))
@@ -55,7 +56,7 @@ def test_a_true_prediction_is_said_to_be_true(comparison):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"compute_s": '"fast"'}, {"bubble_s": "[]"}, {'constants."tier.x.efficiency"': '"a"'}],
+    [{"compute_s": '"fast"'}, {"bubble_s": "[]"}, {"tier.cluster.efficiency": '"a"'}],
 )
 def test_a_damaged_prediction_is_an_error_that_names_its_file(comparison, changes):
     run = planned(comparison, **changes)

@@ -124,7 +124,17 @@ def test_too_few_tokens_says_how_many_are_needed():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rank": 2}, {"rank": -1}, {"batch_size": 0}, {"sequence_length": 0}]
+    "wrong",
+    [
+        {"rank": 2},
+        {"rank": -1},
+        {"rank": 0.5},
+        {"batch_size": 0},
+        {"batch_size": 1.5},
+        {"sequence_length": 0},
+        {"world_size": "2"},
+        {"seed": "0"},
+    ],
 )
 def test_numbers_out_of_range_are_errors(wrong):
     shape = {"sequence_length": 4, "batch_size": 1, "rank": 0, "world_size": 2, "seed": 0}

@@ -14,7 +14,7 @@ from fivefold.codesign.arbiter import PlanningOptions, objective_s
 from fivefold.codesign.coordinator import plan_cluster
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import CoDesigns
-from fivefold.errors import ConfigurationError, optional_module
+from fivefold.errors import ConfigurationError, optional_module, require_whole
 from fivefold.network.topology import Topology
 from fivefold.report.page import (
     DataTable,
@@ -93,7 +93,7 @@ def ablate(
         [('none', 1.0)]
     """
     chosen = list(CoDesigns.combinations() if combinations is None else combinations)
-    numbers = list(seeds)
+    numbers = [require_whole("a seed", seed, least=0) for seed in seeds]
     if not numbers:
         message = "an ablation needs a seed or more"
         raise ConfigurationError(message, hint="such as seeds=range(10)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from fivefold.codesign.arbiter import Arbiter, PlanningOptions, Progress, objective_s
 from fivefold.codesign.baselines import best_alone_plan, local_order, null_plan, routed_one_by_one
@@ -20,6 +20,7 @@ from fivefold.codesign.simulate import Outcome, alone_quote, run_plan, schedule_
 from fivefold.codesign.steps import job_groups
 from fivefold.codesign.trees import SwitchState, TreeChoice, nearest_roots, spread_trees
 from fivefold.collectives.pricing.phases import host_groups
+from fivefold.errors import require_one_of
 from fivefold.network.topology import Topology
 from fivefold.tasks.iteration import STATE_AXES
 from fivefold.tasks.schedule import Ordering
@@ -258,7 +259,7 @@ def plan_cluster(
         The plan; with Horizontal on never worse than the baseline.
 
     Raises:
-        ConfigurationError: The jobs are not allowed.
+        ConfigurationError: The jobs are not allowed, or there is no such baseline.
         InfeasibleError: A job does not fit the cluster.
 
     References:
@@ -275,6 +276,7 @@ def plan_cluster(
         True
     """
     check_jobs(topology, jobs)
+    require_one_of(start, get_args(Start), f"there is no baseline {start!r}")
     allowed = CoDesigns.all() if co_designs is None else co_designs
     make = null_plan if start == "null" else best_alone_plan
     baseline = make(topology, jobs, seed=seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -12,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fivefold.collectives.pricing.phases import Algorithm
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_number, require_whole
 from fivefold.files import parse_json
 from fivefold.strategy.cluster import check_types
 from fivefold.tasks.schedule import Ordering
@@ -64,10 +63,10 @@ class JobPlan:
         if self.algorithm == "in_network" and (self.root is None or self.slots < 1):
             message = "in-network aggregation needs a root and slots"
             raise ConfigurationError(message, hint="or choose a host algorithm")
-        numbers = (self.bucket_bytes or 0, self.split, self.slots, self.priority, self.shift_s)
-        if not 0 <= min(numbers) <= max(numbers) < math.inf:
-            message = f"bucket, split, slots, class and shift of a job's plan are {numbers}"
-            raise ConfigurationError(message, hint="none is negative, and all are finite")
+        for name in ("bucket_bytes", "split", "slots", "priority"):
+            if getattr(self, name) is not None or name != "bucket_bytes":
+                require_whole(f"{name} of a job's plan", getattr(self, name), least=0)
+        require_number("shift_s of a job's plan", self.shift_s)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be pickled
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -20,7 +20,7 @@ from fivefold.codesign.steps import (
 )
 from fivefold.collectives.pricing.fabric import Quote
 from fivefold.collectives.pricing.phases import tree_links
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.network.simulation import (
     AggregationRequest,
     Compute,
@@ -115,6 +115,8 @@ def run_plan(
         >>> run_plan(switch(2, bandwidth="1 GB/s"), [job], plan).completion_s
         {'a': 9.0}
     """
+    if iterations is not None:
+        require_whole("iterations", iterations)
     compilers = [_Compiler(topology, job, plan.jobs[job.job_id]) for job in jobs]
     parts = {part: routes for one in compilers for part, routes in one.parts().items()}
     single = [links for one in compilers for links in one.single()]

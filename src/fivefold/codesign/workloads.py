@@ -20,7 +20,7 @@ from fivefold.codesign.arbiter import Progress
 from fivefold.codesign.jobs import JobSpec, Split, check_jobs, check_ranks, mesh_ranks
 from fivefold.codesign.plans import JobPlan
 from fivefold.collectives.pricing import FabricSpec, collective_time_s, fabric_from_topology
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.files import read_toml
 from fivefold.network.topology import Topology
 from fivefold.runs import Section, check_tables
@@ -386,6 +386,7 @@ def synthetic_jobs(
         iterations: Iterations of each job.
 
     Raises:
+        ConfigurationError: A number is out of range.
         InfeasibleError: Not even one job fits.
 
     Examples:
@@ -393,7 +394,8 @@ def synthetic_jobs(
         >>> [len(j.ranks) for j in synthetic_jobs(switch(8), number=3, seed=0, sizes=(2, 4))]
         [4, 4]
     """
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(require_whole("seed", seed, least=0))
+    require_whole("number", number)
     wanted: dict[str, int] = {}
     for place in range(number):
         size = int(draw.choice(np.asarray(sizes)))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_number
 
 _KINDS: dict[str, Any] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
 
@@ -41,8 +41,8 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: AdamW's two decay rates.
 
     Raises:
-        ConfigurationError: A group's algorithm is unknown, or Muon's group has a parameter that is
-            not two-dimensional.
+        ConfigurationError: A number is out of range, a group's algorithm is unknown, or Muon's
+            group has a parameter that is not two-dimensional.
 
     References:
         Muon is scalable for LLM training, arXiv 2502.16982; AdamW, arXiv 1711.05101.
@@ -64,6 +64,11 @@ class MuonAdamW(torch.optim.Optimizer):
         nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
+        if not isinstance(lr, torch.Tensor):  # as torch's optimizers allow
+            require_number("lr", lr)
+        require_number("weight_decay", weight_decay)
+        if require_number("momentum", momentum) >= 1:
+            raise ConfigurationError(f"momentum is {momentum}", hint="give a number below 1")
         both = {"lr": lr, "weight_decay": weight_decay}
         muon = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
         self._settings: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.collectives.pricing.fabric import Quote
-from fivefold.errors import ConfigurationError, require_whole
+from fivefold.errors import ConfigurationError, require_number, require_whole
 from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
 
 Price = Callable[[str, int], tuple[float, float]]
@@ -24,12 +24,19 @@ class LayerCost:
         gradient_bytes: Bytes of its gradients, all-reduced after its backward pass; 0 for none.
         all_to_all_bytes: Bytes of one all-to-all (an expert layer does two per pass: dispatch and
             combine); 0 for none.
+
+    Raises:
+        ConfigurationError: A number is not from 0, or not finite.
     """
 
     forward_s: float
     backward_s: float
     gradient_bytes: int = 0
     all_to_all_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s", "gradient_bytes", "all_to_all_bytes"):
+            require_number(f"{name} of a layer", getattr(self, name))
 
 
 def iteration_graph(

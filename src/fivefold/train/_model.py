@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812 - the customary name
 from torch import nn
 from torch.autograd import Function
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.moe import AllToAllGroup, MoE, OneSidedGroup
 from fivefold.train._mixture import Mixtures, draw_experts, make_mixture, mixture_blocks
 from fivefold.train.config import ModelConfig
@@ -81,8 +81,9 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.vocab_size = vocab_size
-        self.sequence_length = sequence_length
+        self.vocab_size = require_whole("vocab_size", vocab_size)
+        self.sequence_length = require_whole("sequence_length", sequence_length)
+        seed = require_whole("seed", seed, least=0)
         self.embedding_VD = nn.Parameter(torch.empty(vocab_size, config.width))
         mixed = mixture_blocks(config)
         self.blocks = nn.ModuleList(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import DataError, require_whole
 
 _MASK_64 = (1 << 64) - 1
 _NUM_ROUNDS = 8
@@ -69,7 +69,7 @@ class ShardedSampler:
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
-        self.seed = seed
+        self.seed = require_whole("seed", seed, least=0)
         # One window less than fits at offset 0, so that every offset below a window's length fits.
         self.windows_per_epoch = max(0, (num_tokens - sequence_length) // sequence_length)
         self.steps_per_epoch = self.windows_per_epoch // (batch_size * world_size)
@@ -94,8 +94,7 @@ class ShardedSampler:
         Raises:
             ConfigurationError: The step is negative.
         """
-        if step < 0:
-            raise ConfigurationError(f"step must not be negative; got {step}", hint="count from 0")
+        require_whole("step", step, least=0)
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         # Per step, the ranks' batches lie side by side in the epoch's order.
         first = (step_of_epoch * self.world_size + self.rank) * self.batch_size
@@ -143,17 +142,10 @@ def gather_batch(
 
 
 def _require_shares(sequence_length: int, batch_size: int, rank: int, world_size: int) -> None:
-    if sequence_length < 1 or batch_size < 1:
-        raise ConfigurationError(
-            f"sequence_length and batch_size must be positive; "
-            f"got {sequence_length} and {batch_size}",
-            hint="use 1 or more",
-        )
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(
-            f"rank must be between 0 and world_size - 1; got rank {rank} of {world_size}",
-            hint="ranks are counted from 0",
-        )
+    require_whole("sequence_length", sequence_length)
+    require_whole("batch_size", batch_size)
+    require_whole("world_size", world_size)
+    require_whole("rank", rank, least=0, most=world_size - 1)
 
 
 def _mix(*words: int) -> int:

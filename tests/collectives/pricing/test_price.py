@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.collectives.algorithms import available_algorithms
-from fivefold.collectives.pricing import Group, price_s
+from fivefold.collectives.pricing import (
+    Group,
+    Tier,
+    collective_time_s,
+    fabric_from_topology,
+    price_s,
+)
 from fivefold.collectives.schedules import named_collective
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Aggregation, Link, Node, SwitchAbility, Topology, switch
@@ -101,12 +107,36 @@ def test_what_has_no_price_is_refused():
         for group in (Group(size=8), Group(size=2, stride=4), Group(size=4, ranks=3)):
             with pytest.raises(ConfigurationError, match="does not fit into 4 ranks"):
                 price_s(network, "all_gather", size_bytes=1.0, group=group, fidelity=fidelity)
-        for group in (Group(size=0), Group(size=2, stride=0)):
-            with pytest.raises(ConfigurationError, match="whole number from 1; got 0"):
-                price_s(network, "all_gather", size_bytes=1.0, group=group, fidelity=fidelity)
         for size_bytes in (-1.0, float("nan"), float("inf"), "1 MB"):
-            with pytest.raises(ConfigurationError, match="size_bytes is"):
+            with pytest.raises(ConfigurationError, match="size_bytes must be a number"):
                 price_s(network, "all_gather", size_bytes=size_bytes, fidelity=fidelity)
+    fabric = fabric_from_topology(network)
+    with pytest.raises(ConfigurationError, match="size_bytes must be a number"):
+        collective_time_s(fabric, "all_gather", size_bytes=float("nan"), group=Group(size=2))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "2", float("nan")])
+@pytest.mark.parametrize(
+    "name", ["gpus", "bandwidth_bytes_per_s", "exchange_efficiency", "all_reduce_gain"]
+)
+def test_a_tier_of_nothing_is_refused(name, wrong):
+    fields = {"name": "node", "gpus": 8, "bandwidth_bytes_per_s": 1e9}
+    with pytest.raises(ConfigurationError, match=f"{name} of tier 'node' must be"):
+        Tier(**fields | {name: wrong})
+
+
+@pytest.mark.parametrize("name", ["base_s", "hop_s", "fill_s"])
+def test_times_of_a_tier_are_numbers(name):
+    for wrong in (-1e-6, "1", float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match=f"{name} of tier 'x' must be a number"):
+            Tier(name="x", gpus=8, bandwidth_bytes_per_s=1e9, **{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [0, 2.0, "2", True])
+def test_a_group_has_whole_numbers(wrong):
+    for name in ("size", "stride", "ranks"):
+        with pytest.raises(ConfigurationError, match=f"{name} of a group must be a whole number"):
+            Group(**{"size": 2, name: wrong})
 
 
 def two_tiers(able=("tor0", "tor1", "core"), *, core_rate=2e9, **pool):

@@ -9,6 +9,7 @@ import pytest
 from fivefold.collectives.schedules import (
     all_gather,
     all_reduce,
+    all_to_all,
     all_to_allv,
     broadcast,
     evaluate,
@@ -16,7 +17,14 @@ from fivefold.collectives.schedules import (
     verify_schedule,
 )
 from fivefold.collectives.schedules.constructors import COLLECTIVES
-from fivefold.collectives.synthesis import Sketch, SynthesisOptions, synthesize
+from fivefold.collectives.synthesis import (
+    Sketch,
+    SynthesisOptions,
+    all_to_all_flow,
+    matching,
+    synthesize,
+    taccl,
+)
 from fivefold.errors import ConfigurationError, InfeasibleError, StorageError
 from fivefold.network.topology import (
     Link,
@@ -211,6 +219,17 @@ def test_bad_names_and_models_are_refused():
         SynthesisOptions(model="synchronous")
     with pytest.raises(ConfigurationError, match="trees do not"):
         synthesize("all_to_all", DGX1, size_bytes=8, method="trees")
+    for wrong in ({"seed": "0"}, {"seed": 0.5}, {"root": -1}, {"gap": "0.1"}, {"gap": -1.0}):
+        with pytest.raises(ConfigurationError, match=f"{next(iter(wrong))} must be a"):
+            SynthesisOptions(**wrong)
+
+
+@pytest.mark.parametrize("find", [matching, taccl, all_to_all_flow])
+@pytest.mark.parametrize("wrong", [-1, "10 s", float("nan")])
+def test_a_limit_is_a_time(find, wrong):
+    collective = all_to_all(2) if find is all_to_all_flow else all_gather(2)
+    with pytest.raises(ConfigurationError, match="time_limit_s must be a number"):
+        find(collective, ring(2), size_bytes=8.0, time_limit_s=wrong)
 
 
 def test_known_answers_are_read_and_verified_again(tmp_path):

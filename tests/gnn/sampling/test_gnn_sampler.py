@@ -176,6 +176,9 @@ def test_wrong_seeds_are_refused(seeds, message):
     with pytest.raises(ConfigurationError, match=message):
         sampler.sample(seeds, epoch=0, batch=0)
     assert sampler.sample([0], epoch=0, batch=0).node_ids.tolist() == [0, 2]
+    for wrong in ({"epoch": 0.5}, {"batch": "1"}):
+        with pytest.raises(ConfigurationError, match="epoch or batch must be a whole number"):
+            sampler.sample([0], **{"epoch": 0, "batch": 0} | wrong)
 
 
 @pytest.mark.parametrize("fanouts", [[], [-2], [3, -5], [2.5], [None]])

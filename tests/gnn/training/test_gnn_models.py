@@ -112,6 +112,11 @@ def test_a_graph_without_edges_and_half_precision_features(name):
 def test_unfit_sizes_are_refused():
     with pytest.raises(ConfigurationError, match="multiple of heads"):
         GAT(3, 6, 2, heads=4)
+    with pytest.raises(ConfigurationError, match="heads must be a whole number from 1; got 0"):
+        GAT(3, 8, 2, heads=0)
+    for wrong in (-0.1, 1.5, float("nan"), "0"):
+        with pytest.raises(ConfigurationError, match="dropout"):
+            GCN(3, 6, 2, dropout=wrong)
     with pytest.raises(ConfigurationError, match="num_layers must be a whole number from 1"):
         GCN(3, 6, 2, num_layers=0)
     with pytest.raises(ConfigurationError, match="no model 'gin'"):

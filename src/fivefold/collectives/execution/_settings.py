@@ -13,7 +13,7 @@ from typing import Any
 
 from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
 from fivefold.collectives.schedules import Schedule
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_number, require_one_of, require_whole
 from fivefold.network.aggregation import AggregationOptions
 from fivefold.network.aggregation.wire import parse_address
 from fivefold.network.topology import Link, Node, Topology, parse_topology, read_topology, switch
@@ -23,15 +23,8 @@ _TOPOLOGY = "FIVEFOLD_TOPOLOGY"
 _ALGORITHMS = "FIVEFOLD_ALGORITHMS"
 _LAB = "FIVEFOLD_LAB"
 _AGGREGATION = "FIVEFOLD_AGGREGATION"
-_LEAST = {
-    "max_pieces": 1,
-    "min_piece_bytes": 1,
-    "aggregation_min_bytes": 0,
-    "message_s": 0,
-    "inner_message_s": 0,
-    "message_work_s": 0,
-    "shared_cores": 0,
-}
+_LEAST = {"max_pieces": 1, "min_piece_bytes": 1, "aggregation_min_bytes": 0, "shared_cores": 0}
+_TIMES = ("message_s", "inner_message_s", "message_work_s")
 _ASSUMED_BYTES_PER_S = 1.25e9
 _ASSUMED_LATENCY_S = 25e-6
 _UNSHAPED_BYTES_PER_S = 1e9  # about what one machine's processors carry
@@ -96,9 +89,10 @@ class Settings:
         for name in self.algorithms:
             require_one_of(name, CHOOSABLE, f"algorithms names {name!r}")
         for what, least in _LEAST.items():
-            value = getattr(self, what)
-            if (what, value) != ("shared_cores", None) and (not _is_number(value) or value < least):
-                raise ConfigurationError(f"{what} must be at least {least}; got {value!r:.40}")
+            if getattr(self, what) is not None or what != "shared_cores":
+                require_whole(what, getattr(self, what), least=least)
+        for what in _TIMES:
+            require_number(what, getattr(self, what))
         margin, share = self.margin, self.shared_link_share
         if not _is_number(margin) or not 0 <= margin < 1:
             raise ConfigurationError(f"margin must be in [0, 1); got {margin!r:.40}")
@@ -252,7 +246,7 @@ def register_algorithm(
         The program, checked.
 
     Raises:
-        ConfigurationError: The name is taken by the backend itself.
+        ConfigurationError: The name is taken by the backend itself, or a size is none.
         ProgramError: The program does not compute what it says.
 
     Examples:
@@ -263,6 +257,8 @@ def register_algorithm(
     """
     if name in {"auto", "inner", "trees"}:
         raise ConfigurationError(f"the name {name!r} has a meaning already")
+    require_whole("min_bytes", min_bytes, least=0)
+    require_whole("max_bytes", max_bytes, least=0)
     if isinstance(source, Schedule):
         program = lowered(source)
     elif isinstance(source, Program):

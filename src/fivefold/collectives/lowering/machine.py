@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.collectives.lowering.program import Buffer, Operation, OpKind, Program, ThreadBlock
-from fivefold.errors import ConfigurationError, DataError, require_one_of
+from fivefold.errors import ConfigurationError, DataError, require_one_of, require_whole
 
 Arrival = Callable[[float, int, int, int], float]
 _SHOWN = 4
@@ -72,6 +72,8 @@ class _Runner:
         self, program: Program, *, arrival_s: Arrival | None, queue_slots: int | None
     ) -> None:
         self._arrival_s = arrival_s or (lambda sent_s, *_: sent_s + 1.0)
+        if queue_slots is not None:
+            require_whole("queue_slots", queue_slots)
         self._queue_slots = queue_slots
         self._blocks: list[tuple[int, int, ThreadBlock]] = list(program.blocks())
         self._place = {(rank, number): at for at, (rank, number, _) in enumerate(self._blocks)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -16,7 +15,7 @@ from fivefold.collectives.pricing.phases import (
     phases_time_s,
     tree_switches,
 )
-from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
+from fivefold.errors import ConfigurationError, InfeasibleError, require_number, require_one_of
 from fivefold.network.topology import Topology
 
 if TYPE_CHECKING:
@@ -88,15 +87,11 @@ def price_s(
             f"there is no price of {kind!r} in the fidelity {fidelity!r}",
             hint=f"kinds are {', '.join(_ALGORITHMS)}; fidelities {', '.join(get_args(Fidelity))}",
         )
-    if not isinstance(size_bytes, Real) or not 0 <= size_bytes < np.inf:
-        message = f"size_bytes is {size_bytes!r:.40}"
-        raise ConfigurationError(message, hint="give a finite size of at least 0 bytes")
+    require_number("size_bytes", size_bytes)
     if algorithm not in (None, "in_network"):  # a clear error, also where none is built
         _require_algorithm(algorithm, kind)
     who = Group(size=topology.num_ranks) if group is None else group
     ranks = who.size * who.stride if who.ranks is None else who.ranks
-    for key, number in (("size", who.size), ("stride", who.stride), ("ranks", ranks)):
-        require_whole(f"{key} of a group", number)
     if who.size < 2:
         return 0.0
     if not (who.size - 1) * who.stride < ranks <= topology.num_ranks:

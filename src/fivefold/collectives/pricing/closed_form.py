@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing.fabric import FabricSpec, Group, Groups
-from fivefold.errors import require_one_of
+from fivefold.errors import require_number, require_one_of
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -256,7 +256,7 @@ def collective_time_s(
         Seconds, 0 for a group of one; an array for ``Groups``.
 
     Raises:
-        ConfigurationError: The kind is unknown.
+        ConfigurationError: The kind is unknown, or the size is no number from 0.
 
     Examples:
         >>> from fivefold.collectives.pricing import Tier
@@ -269,7 +269,7 @@ def collective_time_s(
     if isinstance(group, Groups):
         some = (group.size > 1) & (np.asarray(size_bytes) > 0)
         return np.where(some, _KINDS[kind](fabric, size_bytes=size_bytes, groups=group), 0.0)
-    return _one_time_s(fabric, kind, float(size_bytes), group)
+    return _one_time_s(fabric, kind, require_number("size_bytes", size_bytes), group)
 
 
 @functools.lru_cache(maxsize=100_000)

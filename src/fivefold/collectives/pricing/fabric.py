@@ -14,12 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing.phases import ranks_by_host
-from fivefold.errors import ConfigurationError, optional_module
+from fivefold.errors import ConfigurationError, optional_module, require_number, require_whole
 from fivefold.network.topology import Topology
 
 Ints = npt.NDArray[np.int64]
 Quote = Callable[[str, float], float]
 """Seconds of a collective of a job, from its kind and bytes: the price that layer 3 quotes."""
+
+
+_TIMES = ("base_s", "hop_s", "fill_s")
+_FACTORS = (
+    "bandwidth_bytes_per_s",
+    "efficiency",
+    "exchange_efficiency",
+    "all_reduce_gain",
+    "peer_share",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +50,8 @@ class Tier:
             and no switch is there: a group uses those between its own members only.
 
     Raises:
-        ConfigurationError: A bandwidth or count is not positive, or a time negative, or
-            ``peer_share`` is no share.
+        ConfigurationError: A count, bandwidth, efficiency or gain is not above 0, a time is not
+            from 0, or ``peer_share`` is no share.
     """
 
     name: str
@@ -56,13 +66,14 @@ class Tier:
     peer_share: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.gpus < 1 or not self.bandwidth_bytes_per_s > 0 or not self.efficiency > 0:
-            message = f"tier {self.name!r} has gpus={self.gpus}, {self.bandwidth_bytes_per_s:g} B/s"
-            raise ConfigurationError(message, hint="both must be positive, and the efficiency too")
-        if min(self.base_s, self.hop_s, self.fill_s) < 0:
-            message = f"tier {self.name!r} has a negative time"
-            raise ConfigurationError(message, hint="latencies are at least 0")
-        if not 0 < self.peer_share <= 1:
+        require_whole(f"gpus of tier {self.name!r}", self.gpus)
+        for name in _TIMES:
+            require_number(f"{name} of tier {self.name!r}", getattr(self, name))
+        for name in _FACTORS:
+            value = getattr(self, name)
+            if value is not None or name != "exchange_efficiency":
+                require_number(f"{name} of tier {self.name!r}", value, positive=True)
+        if self.peer_share > 1:
             message = f"tier {self.name!r} has peer_share={self.peer_share!r}"
             raise ConfigurationError(message, hint="above 0, and 1 where a switch joins all")
 
@@ -149,6 +160,9 @@ class Group:
             run of groups from rank 0. Groups that do not divide a node lie across nodes in some
             places, and the slowest counts.
 
+    Raises:
+        ConfigurationError: A number is below 1.
+
     Examples:
         >>> Group(size=6, ranks=24)
         Group(size=6, stride=1, ranks=24)
@@ -157,6 +171,12 @@ class Group:
     size: int
     stride: int = 1
     ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("size of a group", self.size)
+        require_whole("stride of a group", self.stride)
+        if self.ranks is not None:
+            require_whole("ranks of a group", self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +205,7 @@ def fabric_from_topology(
         hop_s: Time of a step in software, added to the latency of the links.
 
     Raises:
-        ConfigurationError: Hosts differ in their number of GPUs.
+        ConfigurationError: Hosts differ in their number of GPUs, or a number is out of range.
         InfeasibleError: A rank cannot be reached.
 
     Examples:

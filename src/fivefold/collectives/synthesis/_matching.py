@@ -32,7 +32,13 @@ from fivefold.collectives.synthesis._solver import (
     clock_s,
     time_limit,
 )
-from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
+from fivefold.errors import (
+    ConfigurationError,
+    InfeasibleError,
+    require_number,
+    require_one_of,
+    require_whole,
+)
 from fivefold.network.topology import Topology
 
 _DOES = ("all_gather", "broadcast", "reduce_scatter", "reduce", "all_reduce")
@@ -80,9 +86,12 @@ def matching(
         4.0
     """
     _check(collective, topology, seeds)
+    seed = require_whole("seed", seed, least=0)
     collective.chunk_bytes(size_bytes)  # refuses what is no size
     halves = 2 if collective.name == "all_reduce" else 1
-    limit_s = None if time_limit_s is None else time_limit_s / halves
+    limit_s = None
+    if time_limit_s is not None:
+        limit_s = require_number("time_limit_s", time_limit_s) / halves
 
     def find(part: Collective, place: Topology) -> Schedule:
         count = seeds

@@ -142,7 +142,7 @@ def derive_sketch(
         name: Name of the sketch.
 
     Raises:
-        ConfigurationError: Ranks of collective and topology differ.
+        ConfigurationError: Ranks of collective and topology differ, or the size is none.
 
     Examples:
         >>> from fivefold.collectives.schedules import all_gather
@@ -150,6 +150,7 @@ def derive_sketch(
         >>> derive_sketch(ring(4), all_gather(4)).symmetry
         ((1, 4),)
     """
+    collective.chunk_bytes(size_bytes)  # refuses what is no size
     copied, place = collective, topology
     if collective.name == "all_reduce":
         copied = all_reduce_halves(collective)[0]

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,9 @@ from fivefold.errors import (
     InfeasibleError,
     StorageError,
     UnsupportedError,
+    require_number,
     require_one_of,
+    require_whole,
 )
 from fivefold.files import read_json, write_atomically
 from fivefold.network.topology import Topology
@@ -293,7 +294,7 @@ class SynthesisOptions:
         progress: Called with one line per step of the work.
 
     Raises:
-        ConfigurationError: The model is unknown, or the gap is negative.
+        ConfigurationError: The model is unknown, or a number is negative.
 
     Examples:
         >>> SynthesisOptions(seed=7).model
@@ -310,10 +311,9 @@ class SynthesisOptions:
     def __post_init__(self) -> None:
         known = [model for model in MODELS if model != "synchronous"]
         require_one_of(self.model, known, f"cost model {self.model!r} is unknown")
-        if not self.gap >= 0:
-            raise ConfigurationError(
-                f"gap must not be negative; got {self.gap}", hint="0.01 is 1 % above the bound"
-            )
+        require_whole("seed", self.seed, least=0)
+        require_whole("root", self.root, least=0)
+        require_number("gap", self.gap, hint="0.01 is 1 % above the bound")
 
 
 @dataclass(frozen=True)
@@ -411,11 +411,7 @@ def synthesize(
     """
     chosen = SynthesisOptions() if options is None else options
     require_one_of(method, ("auto", *_METHODS), f"method {method!r} is unknown")
-    if not isinstance(time_limit_s, Real) or not 0 <= time_limit_s < float("inf"):
-        raise ConfigurationError(
-            f"time_limit_s must be a number of seconds from 0; got {time_limit_s!r:.40}",
-            hint="0 asks the library only",
-        )
+    require_number("time_limit_s", time_limit_s, hint="0 asks the library only")
     asked = _asked(collective, topology.num_ranks, chosen.root)
     asked.chunk_bytes(size_bytes)  # refuses what is no size
     request = Request(

@@ -37,7 +37,7 @@ from fivefold.collectives.synthesis._taccl_routing import (
     route,
     route_and_order,
 )
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.network.topology import Topology
 
 Progress = Callable[[str], None]
@@ -94,8 +94,8 @@ def taccl(
         The verified schedule and what the stages said.
 
     Raises:
-        ConfigurationError: The sketch does not fit, chunks differ in size, or the instance is too
-            large for the routing model.
+        ConfigurationError: The sketch does not fit, chunks differ in size, a number is out of
+            range, or the instance is too large for the routing model.
         InfeasibleError: The sketch or the topology leaves no way for some chunk, or the time was
             too short even for a schedule without a solver.
 
@@ -109,6 +109,7 @@ def taccl(
         >>> taccl(reduce_scatter(3), net, size_bytes=3e3).schedule.num_transfers
         6
     """
+    seed = require_whole("seed", seed, least=0)
     with time_limit(time_limit_s, slack_s=SLACK_S):
         if sketch is None:
             sketch = derive_sketch(topology, collective, size_bytes=size_bytes)

@@ -208,7 +208,8 @@ def stream_key(*parts: int) -> int:
     """Return the key of ``parts``; their order and number matter."""
     key = 0
     for part in parts:
-        key = mix(key ^ mix(operator.index(part) + GOLDEN))  # NumPy's integers would overflow
+        number = require_whole("seed, epoch or batch", part, least=-(2**63))
+        key = mix(key ^ mix(number + GOLDEN))
     return key
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import tempfile
 import time
@@ -88,8 +87,7 @@ class DiskProfile:
             **{f"speed at {size} bytes": s for size, s in self._measured().items()},
         }
         for name, value in speeds.items():
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigurationError(f"{name} is {value}", hint="give a positive number")
+            require_number(name, value, positive=True)
         if any(size <= 0 for size in self._measured()):
             raise ConfigurationError(
                 f"request sizes are {sorted(self._measured())}", hint="give positive sizes"

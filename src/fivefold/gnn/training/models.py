@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fivefold.errors import ConfigurationError, UnsupportedError, require_whole
+from fivefold.errors import ConfigurationError, UnsupportedError, require_number, require_whole
 from fivefold.gnn.loading import Block
 from fivefold.gnn.loading.batch import import_geometric
 from fivefold.gnn.sampling.batches import EdgeType
@@ -160,6 +160,8 @@ class LayeredModel(torch.nn.Module):
         for key, value in {**sizes, "num_layers": num_layers}.items():
             require_whole(key, value)
         self.in_dim, self.num_classes, self.num_layers = in_dim, num_classes, num_layers
+        if require_number("dropout", dropout) > 1:
+            raise ConfigurationError(f"dropout is {dropout}", hint="give a share from 0 to 1")
         self.dropout = torch.nn.Dropout(dropout)
         dims = [in_dim, *[hidden_dim] * (num_layers - 1), num_classes]
         self.convs = torch.nn.ModuleList(
@@ -266,7 +268,7 @@ class GAT(LayeredModel):
         dropout: float = 0.0,
         heads: int = 4,
     ) -> None:
-        if heads < 1 or hidden_dim % heads:
+        if require_whole("hidden_dim", hidden_dim) % require_whole("heads", heads):
             message = f"hidden_dim must be a multiple of heads; got {hidden_dim} and {heads}"
             raise ConfigurationError(message, hint="use for example hidden_dim=128, heads=4")
         self.heads = heads

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fivefold.errors import ConfigurationError, require_one_of, require_whole
+from fivefold.errors import ConfigurationError, require_number, require_one_of, require_whole
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.fused import OperatorGroup, backends, fused_moe
 from fivefold.moe.operator.operands import as_autocast, as_given, check_weight_on_input
@@ -91,11 +91,9 @@ class MoEConfig:
         check_weight_on_input(self.router.top_k, weight_on_input=self.weight_on_input)
         check_capacity(None, self.drop_policy)
         require_one_of(self.backend, ("auto", *backends()), f"there is no backend {self.backend!r}")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ConfigurationError(
-                f"capacity_factor must be positive; got {self.capacity_factor}",
-                hint="use None to drop nothing",
-            )
+        if self.capacity_factor is not None:
+            hint = "use None to drop nothing"
+            require_number("capacity_factor", self.capacity_factor, positive=True, hint=hint)
         activation_named(self.activation)
         self.router.check_experts(self.experts)
 

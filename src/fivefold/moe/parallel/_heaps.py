@@ -24,7 +24,13 @@ from typing import Any
 
 import torch
 
-from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
+from fivefold.errors import (
+    CommunicationError,
+    ConfigurationError,
+    UnsupportedError,
+    require_number,
+    require_whole,
+)
 from fivefold.files import write_atomically
 
 _ALIGNMENT_BYTES = 256
@@ -57,12 +63,9 @@ class SymmetricHeap(AbstractContextManager["SymmetricHeap"]):
 
 def _rounded(nbytes: int, ranks: int, rank: int = 0) -> int:
     """Return the bytes of a rank's part; refuse sizes and ranks that are none."""
-    if ranks < 1 or nbytes < 1:
-        raise ConfigurationError(f"a heap needs ranks and bytes; got {ranks} and {nbytes}")
-    if not 0 <= rank < ranks:
-        raise ConfigurationError(
-            f"rank is {rank}, there are {ranks} ranks", hint="ranks count from 0"
-        )
+    require_whole("ranks of a heap", ranks)
+    require_whole("nbytes of a heap", nbytes)
+    require_whole("rank", rank, least=0, most=ranks - 1)
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -128,6 +131,7 @@ class SharedMemoryHeap(SymmetricHeap):
         timeout_s: float = 60.0,
     ) -> None:
         nbytes = _rounded(nbytes, ranks, rank)
+        require_number("timeout_s", timeout_s)
         self._folder = Path(folder)
         self._rank = rank
         deadline_s = time.monotonic() + timeout_s

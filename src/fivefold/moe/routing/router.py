@@ -16,7 +16,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fivefold.errors import ConfigurationError, DataError, require_one_of, require_whole
+from fivefold.errors import (
+    ConfigurationError,
+    DataError,
+    require_number,
+    require_one_of,
+    require_whole,
+)
 from fivefold.moe.routing.families import router_options
 
 DropPolicy = Literal["position", "weight"]
@@ -38,15 +44,16 @@ def capacity_for(num_tokens: int, num_experts: int, *, top_k: int, factor: float
     """Return the tokens per expert at a capacity factor: ceil(T K / E * factor).
 
     Raises:
-        ConfigurationError: There are no experts, or the factor is negative or no number.
+        ConfigurationError: A number is out of range.
 
     Examples:
         >>> capacity_for(10, 4, top_k=2, factor=1.25)
         7
     """
-    if not 0.0 <= factor < math.inf:
-        raise ConfigurationError(f"factor must be a number from 0; got {factor}")
+    require_number("factor", factor)
     require_whole("num_experts", num_experts)
+    require_whole("num_tokens", num_tokens, least=0)
+    require_whole("top_k", top_k)
     # Rounded first: 1.1 * 10 is a little more than 11 in binary.
     return math.ceil(round(num_tokens * top_k / num_experts * factor, 9))
 
@@ -189,10 +196,8 @@ class Router:
         require_one_of(self.score, get_args(Score), f"score is {self.score!r}")
         score, allowed = self.group_score, get_args(GroupScore)
         require_one_of(score, allowed, f"group_score is {score!r}")
-        if not math.isfinite(self.scale):
-            raise ConfigurationError(f"scale must be a finite number; got {self.scale}")
-        if not 0.0 <= self.epsilon < math.inf:
-            raise ConfigurationError(f"epsilon must not be negative; got {self.epsilon}")
+        require_number("scale", self.scale)
+        require_number("epsilon", self.epsilon)
         if not 1 <= self.top_groups <= self.groups:
             raise ConfigurationError(
                 f"top_groups must be between 1 and groups={self.groups}; got {self.top_groups}"
@@ -388,12 +393,13 @@ def updated_selection_bias(
         rate: Size of the step.
 
     Raises:
-        ConfigurationError: The shapes differ.
+        ConfigurationError: The shapes differ, or the rate is no number from 0.
 
     Examples:
         >>> updated_selection_bias(torch.zeros(2), torch.tensor([3, 1]), rate=0.5).tolist()
         [-0.5, 0.5]
     """
+    require_number("rate", rate)
     if load.shape != bias.shape:
         raise ConfigurationError(
             f"load is {tuple(load.shape)}, bias {tuple(bias.shape)}", hint="both are [experts]"

@@ -175,7 +175,7 @@ class Profile:
     @property
     def usable_rates_bytes_per_s(self) -> FloatArray:
         """One over beta, or where no time grew with the size, the largest size over its time."""
-        with np.errstate(invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):  # what takes no time to itself
             bounds = self.sizes_bytes[-1] / self.times_s[:, :, -1]
         return np.where(np.isinf(self.rates_bytes_per_s), bounds, self.rates_bytes_per_s)
 
