@@ -86,5 +86,5 @@ def test_a_bad_address_is_said(bind):
 
     with pytest.raises(ConfigurationError, match="must be host:port"):
         start_lighthouse(bind)
-    with pytest.raises(ConfigurationError, match="timeouts must be positive"):
+    with pytest.raises(ConfigurationError, match="join_timeout_s must be"):
         start_lighthouse("127.0.0.1:0", join_timeout_s=0)

@@ -455,8 +455,8 @@ def test_a_lighthouse_that_is_not_there():
     ("options", "message"),
     [
         ({"lighthouse": "nowhere"}, "must be host:port"),
-        ({"lighthouse": "h:1", "max_workers": 0}, "max_workers must be at least 2"),
-        ({"lighthouse": "h:1", "timeout_s": 0}, "timeouts must be positive"),
+        ({"lighthouse": "h:1", "max_workers": 0}, "max_workers must be a whole number from 2"),
+        ({"lighthouse": "h:1", "timeout_s": 0}, "timeout_s must be a number"),
     ],
 )
 def test_bad_input(options, message):

@@ -22,7 +22,13 @@ from typing import Any
 
 import torch
 
-from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
+from fivefold.errors import (
+    CommunicationError,
+    ConfigurationError,
+    FivefoldError,
+    require_number,
+    require_whole,
+)
 from fivefold.optim._compressed import ring_bytes
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member
 from fivefold.optim._elastic_services import ElasticGroup, ElasticServices
@@ -70,11 +76,9 @@ def elastic_transport(
         ConfigurationError: An argument is not allowed.
         CommunicationError: The lighthouse does not answer.
     """
-    if max_workers < 2:
-        raise ConfigurationError(f"max_workers must be at least 2; got {max_workers}")
-    if timeout_s <= 0 or quorum_timeout_s <= 0:
-        message = f"timeouts must be positive; got {timeout_s} and {quorum_timeout_s}"
-        raise ConfigurationError(message)
+    require_whole("max_workers", max_workers, least=2)
+    require_number("timeout_s", timeout_s, positive=True)
+    require_number("quorum_timeout_s", quorum_timeout_s, positive=True)
     services = ElasticServices(
         lighthouse, host=host, timeout_s=timeout_s, quorum_timeout_s=quorum_timeout_s
     )

@@ -11,7 +11,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from fivefold.errors import CommunicationError, ConfigurationError, optional_module
+from fivefold.errors import (
+    CommunicationError,
+    ConfigurationError,
+    optional_module,
+    require_number,
+    require_whole,
+)
 
 _LOG = logging.getLogger(__name__)
 _TICK_MS = 50
@@ -70,11 +76,9 @@ def start_lighthouse(
         UnsupportedError: torchft is not installed.
         CommunicationError: The address cannot be listened on.
     """
-    if min_workers < 1:
-        raise ConfigurationError(f"min_workers must be at least 1; got {min_workers}")
-    if join_timeout_s <= 0 or heartbeat_timeout_s <= 0:
-        message = f"timeouts must be positive; got {join_timeout_s} and {heartbeat_timeout_s}"
-        raise ConfigurationError(message)
+    require_whole("min_workers", min_workers)
+    require_number("join_timeout_s", join_timeout_s, positive=True)
+    require_number("heartbeat_timeout_s", heartbeat_timeout_s, positive=True)
     host, number = host_and_port(bind, "the address to listen on")
     listen_at(host, number).close()  # torchft's own failure would end in a native thread, unseen
     gated = not all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))

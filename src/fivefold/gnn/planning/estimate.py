@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtr, bdtrc, gammainc, gammaincinv, gammaln, pdtr, pdtrc, xlogy
 
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.gnn.planning._plan import Budgets
 from fivefold.gnn.planning.geometry import Geometry, PackingTask, least_memory_bytes
 from fivefold.gnn.planning.id_sets import IdSet
@@ -69,10 +69,7 @@ class GraphSize:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "edges", "row_bytes", "seeds"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}", hint="give a positive number"
-                )
+            require_whole(name, getattr(self, name))
         if self.seeds > self.nodes:
             raise ConfigurationError(
                 f"there are {self.seeds} seeds and {self.nodes} nodes",
