@@ -1,11 +1,12 @@
 # ruff: noqa: E402 - the environment is looked at first
-"""One rank of the exchange between processes, in Triton's CPU interpreter.
+"""The exchange between processes, in Triton's CPU interpreter.
 
-    TRITON_INTERPRET=1 python exchange_ranks.py FOLDER RANK [LAUNCHES [capacity]]
+    TRITON_INTERPRET=1 python exchange_ranks.py FOLDER [LAUNCHES [capacity]]
 
-Plays the scenes below with 2, 3 and 4 ranks; prints one line of JSON per scene. With a number of
-launches it plays one scene only, of two ranks, for so long. Nothing but the heaps' words keeps the
-ranks in step: no barrier stands between the launches.
+Forks four ranks, each of which plays the scenes below that have so many ranks, and prints one line
+of JSON per scene and rank, at last one with the exit codes. With a number of launches it plays one
+scene only, of two ranks, for so long. Nothing but the heaps' words keeps the ranks in step: no
+barrier stands between the launches.
 """
 
 import json
@@ -30,7 +31,7 @@ from oracles.interpreter import hurry
 torch.set_num_threads(1)
 hurry()
 TIMEOUT_S = 200.0  # for ranks that come late on a busy machine
-DEAD_S = 8.0
+DEAD_S = 4.0
 HIDDEN, INNER, TOP_K = 16, 16, 2
 
 
@@ -171,14 +172,14 @@ def train_a_layer(folder, rank, ranks):
 def die(folder, rank, ranks):
     """The last rank is gone in the middle of its second launch; the others say so, and when."""
     exchange = open_exchange(folder, rank, ranks)
-    exchange = OneSidedGroup(exchange.config, exchange.heap, timeout_s=DEAD_S)
     given = operands((3, HIDDEN, INNER, 2 * ranks, TOP_K), bias=True, dtype=torch.float32)
     given["topk_ids"][:] = torch.tensor([0, 2 * ranks - 1])  # the last rank's expert among them
     own = part_of(given, [3, *[0] * (ranks - 1)], 0, ranks) | {
         n: part_of(given, [3], rank, ranks)[n] if rank == 0 else given[n][rank * 2 : rank * 2 + 2]
         for n in ("w13", "w2", "b13", "b2")
     }
-    exchange.fused_moe(backend="fused", **own)
+    exchange.fused_moe(backend="fused", **own)  # ranks may come late to this one
+    exchange.timeout_s = DEAD_S
     if rank == ranks - 1:
         threading.Timer(0.2, os._exit, [9]).start()  # it waits for the others' counts by then
     else:
@@ -240,29 +241,16 @@ def differing(folder, rank):
     return {"refused": "nothing"}
 
 
-def main():
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    if len(sys.argv) > 3:
-        (folder / "stress").mkdir(exist_ok=True)
-        launches = int(sys.argv[3])
-        capacity = 3 if "capacity" in sys.argv else None
-        todo = [
-            (
-                "stress",
-                lambda: play(
-                    folder / "stress",
-                    rank,
-                    2,
-                    epochs=launches,
-                    capacity=capacity,
-                    most=3,
-                    stir_s=0.002,
-                ),
-            )
-        ]
-    else:
-        todo = list(scenes(folder, rank))
-    for name, scene in todo:
+def stress(folder, rank):
+    launches = int(sys.argv[2])
+    capacity = 3 if "capacity" in sys.argv else None
+    options = {"epochs": launches, "capacity": capacity, "most": 3, "stir_s": 0.002}
+    yield "stress", lambda: play(folder / "stress", rank, 2, **options)
+
+
+def be(folder, rank):
+    """Play the scenes of a rank, and write one line of JSON for each."""
+    for name, scene in (stress if len(sys.argv) > 2 else scenes)(folder, rank):
         (folder / name).mkdir(exist_ok=True)
         began, cpu = time.monotonic(), time.process_time()
         try:
@@ -277,6 +265,26 @@ def main():
         }
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
+
+
+def forked(folder, rank):
+    """Be a rank in a process of its own, whose lines go to a file."""
+    pid = os.fork()
+    if pid:
+        return pid
+    with (folder / f"{rank}.jsonl").open("w") as sys.stdout:
+        be(folder, rank)
+    os._exit(0)
+
+
+def main():
+    folder = Path(sys.argv[1])
+    ranks = range(2 if len(sys.argv) > 2 else 4)
+    processes = [forked(folder, rank) for rank in ranks]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    for rank in ranks:
+        sys.stdout.write((folder / f"{rank}.jsonl").read_text())
+    sys.stdout.write(json.dumps({"codes": codes}) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ _FUNCTIONS = {
     torch.nn.functional.relu: "relu",
     torch.relu: "relu",
 }
-_untraced: Any = torch.compiler.disable(fused_moe)  # type: ignore[no-untyped-call]
 _PARAMETERS = frozenset(
     f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias")
 )
@@ -80,7 +79,11 @@ def register_transformers_backend(
     registry = _registry()
     if name in registry and getattr(registry[name], "func", None) is not _forward:
         raise taken
-    registry.register(name, functools.partial(_forward, backend=backend, recompute=recompute))
+    # A function of the module's own is Python, which a graph has to leave. Made here: it loads
+    # torch._dynamo, which takes seconds.
+    untraced = torch.compiler.disable(fused_moe)  # type: ignore[no-untyped-call]
+    forward = functools.partial(_forward, untraced=untraced, backend=backend, recompute=recompute)
+    registry.register(name, forward)
     return name
 
 
@@ -105,6 +108,7 @@ def _forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     *,
+    untraced: Any,
     backend: str,
     recompute: bool,
 ) -> torch.Tensor:
@@ -119,8 +123,7 @@ def _forward(
         first, second = first.transpose(1, 2), second.transpose(1, 2)
     if experts._is_expert_parallel:  # noqa: SLF001 - its own mark for expert numbers beyond the last
         top_k_index = top_k_index.masked_fill(top_k_index >= len(second), -1)
-    # A function of the module's own is Python, which a graph has to leave.
-    call: Any = _untraced if isinstance(kind, _Own) else fused_moe
+    call: Any = untraced if isinstance(kind, _Own) else fused_moe
     output: torch.Tensor = call(
         hidden_states.to(second.dtype),
         first,

@@ -113,8 +113,9 @@ class OperatorGroup(Protocol):
     def precision(self) -> Precision:
         """Return the arithmetic for float32 that the group computes in."""
 
-    def fused_moe(self, *operands: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Compute ``fused_moe`` between the ranks; differentiable and collective."""
+    @property
+    def fused_moe(self) -> Callable[..., torch.Tensor]:
+        """Return ``fused_moe`` between the ranks, by operands and options of the same names."""
 
 
 # As ``fused_moe`` has them, the first five by place; torch passes what is optional as None.

@@ -13,6 +13,7 @@ ranks of this process, L experts of a rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,7 @@ class OneSidedGroup:
         self._token_first: dict[tuple[int, ...], torch.Tensor] = {}
         self._broken: str | None = None
         self._known = self._fixed_arguments()
+        _leave_graphs()
 
     def _fixed_arguments(self) -> dict[str, Any]:
         config, heap, layout, private = self.config, self.heap, self.heap_layout, self._private
@@ -191,7 +193,6 @@ class OneSidedGroup:
         )
         return cls(config, heap, timeout_s=timeout_s)
 
-    @torch.compiler.disable  # a call reaches other processes: neither left out nor repeated
     def fused_moe(  # noqa: PLR0913 - the operator's own operands and options
         self,
         x: torch.Tensor,
@@ -473,6 +474,16 @@ class OneSidedGroup:
         self._known = {}
         self.heap.close()
         self._scratch = self._scratch.new_empty(0)
+
+
+@functools.cache
+def _leave_graphs() -> None:
+    """Keep calls out of graphs: they reach other processes, so are neither left out nor repeated.
+
+    Not a decorator: it loads torch._dynamo, which takes seconds.
+    """
+    untraced = torch.compiler.disable(OneSidedGroup.fused_moe)  # type: ignore[no-untyped-call]
+    OneSidedGroup.fused_moe = untraced  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
