@@ -186,10 +186,10 @@ def test_kill_in_flight_then_a_newcomer(tmp_path, rule):
 def test_other_rules_agree_after_a_kill_and_a_join(tmp_path, rule):
     with World(tmp_path, min_workers=2) as world:
         for name in "abc":
-            world.start(name, train, rule=rule, steps=100)
+            world.start(name, train, rule=rule, steps=80)
         for name in "abc":
             world.until_rounds(name, 10)
-        world.start("d", train, rule=rule, steps=100)
+        world.start("d", train, rule=rule, steps=80)
         world.kill("b")
         world.join("a", "c", "d")
         anchor = require_one_truth(world, "a", "c", "d", "b")
@@ -199,7 +199,7 @@ def test_other_rules_agree_after_a_kill_and_a_join(tmp_path, rule):
 def test_a_silent_worker_comes_back(tmp_path):
     with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:
         for name in "abc":
-            world.start(name, train, steps=400, timeout_s=2.0)
+            world.start(name, train, steps=200, timeout_s=2.0)
         world.until_rounds("c", 10)
         world.kill("c", signal.SIGSTOP)
         seen = len(world.log("a", "round"))
@@ -217,7 +217,7 @@ def test_workers_weigh_as_many_tokens_as_they_have(tmp_path):
     weights = {"a": 3.0, "b": 1.0, "c": 2.0}
     with World(tmp_path, min_workers=2) as world:
         for name, weight in weights.items():
-            world.start(name, train, weight=weight)
+            world.start(name, train, weight=weight, steps=80)
         for name in "abc":
             world.until_rounds(name, 10)
         world.kill("c")

@@ -197,7 +197,7 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path, delayed):
 
 @pytest.mark.parametrize("delayed", [True, False])
 def test_a_newcomer_stands_where_the_others_stand(tmp_path, delayed):
-    options = {"rounds": 60, "delayed": delayed, "timeout_s": UNHURRIED_S}
+    options = {"rounds": 40, "delayed": delayed, "timeout_s": UNHURRIED_S}
     with World(tmp_path, min_workers=2) as world:
         for name in "ab":
             world.start(name, train, **options)
@@ -209,20 +209,20 @@ def test_a_newcomer_stands_where_the_others_stand(tmp_path, delayed):
         assert joined["slot"] == 2
         assert joined["round"] >= 5
         require_all_work_of(world, *"abc")
-        assert end_of(world, "c")["done"] == 60 - joined["round"]
+        assert end_of(world, "c")["done"] == 40 - joined["round"]
         assert sum(end_of(world, name)["lost"] for name in "abc") == 0
 
 
 def test_kill_and_rejoin_takes_the_free_slot(tmp_path):
     with World(tmp_path, min_workers=2) as world:
         for name in "abc":
-            world.start(name, train, rounds=80)
+            world.start(name, train, rounds=50)
         world.until_rounds("b", 4)
         victim_slot = world.log("b", "joined")[0]["slot"]
         world.kill("b")
         seen = len(world.log("a", "round"))
         world.until_rounds("a", seen + 4)
-        world.start("d", train, rounds=80)
+        world.start("d", train, rounds=50)
         world.join("a", "c", "d")
         assert world.log("d", "joined")[0]["slot"] == victim_slot
         require_equal_anchors(world, "a", "c", "d")
@@ -232,10 +232,10 @@ def test_kill_and_rejoin_takes_the_free_slot(tmp_path):
 def test_two_newcomers_at_once(tmp_path):
     with World(tmp_path, min_workers=2) as world:
         for name in "ab":
-            world.start(name, train, rounds=40, round_s=0.15)
+            world.start(name, train, rounds=24, round_s=0.15)
         world.until_rounds("a", 3)
-        world.start("c", train, rounds=40, round_s=0.15)
-        world.start("d", train, rounds=40, round_s=0.15)
+        world.start("c", train, rounds=24, round_s=0.15)
+        world.start("d", train, rounds=24, round_s=0.15)
         world.join(*"abcd")
         require_equal_anchors(world, *"abcd")
         assert sorted(world.log(n, "joined")[0]["slot"] for n in "abcd") == [0, 1, 2, 3]
@@ -245,10 +245,10 @@ def test_two_newcomers_at_once(tmp_path):
 def test_newcomers_start_no_second_job_while_a_worker_is_only_slow(tmp_path):
     """Two newcomers outnumber the one worker, which is in a long round: they wait for it."""
     with World(tmp_path, min_workers=1, join_timeout_s=0.5) as world:
-        world.start("b", train, rounds=4, round_s=3.0, timeout_s=10.0)
+        world.start("b", train, rounds=4, round_s=1.5, timeout_s=10.0)
         world.until_rounds("b", 1)
-        world.start("c", train, rounds=4, round_s=3.0, timeout_s=10.0)
-        world.start("d", train, rounds=4, round_s=3.0, timeout_s=10.0)
+        world.start("c", train, rounds=4, round_s=1.5, timeout_s=10.0)
+        world.start("d", train, rounds=4, round_s=1.5, timeout_s=10.0)
         world.join(*"bcd", timeout_s=35)
         assert world.log("c", "joined")[0]["round"] >= 1
         assert world.log("d", "joined")[0]["round"] >= 1
@@ -263,13 +263,13 @@ class DiesOnLoad(Miniature):
 def die_while_recovering(log, *, lighthouse, name):
     transport = elastic_transport(lighthouse=lighthouse, max_workers=SLOTS, timeout_s=4.0)
     log("joining")
-    transport.join(DiesOnLoad(transport, name, rounds=60))
+    transport.join(DiesOnLoad(transport, name, rounds=30))
 
 
 def test_a_newcomer_that_dies_while_it_recovers(tmp_path):
     with World(tmp_path, min_workers=2) as world:
         for name in "ab":
-            world.start(name, train, rounds=60)
+            world.start(name, train, rounds=30)
         world.until_rounds("a", 4)
         world.start("c", die_while_recovering)
         world.processes["c"].join(10)
@@ -284,10 +284,10 @@ def test_the_source_of_a_newcomer_dies(tmp_path):
     """The newcomer has been promised a state, and its source ends before the next launch."""
     with World(tmp_path, min_workers=2) as world:
         for name in "abc":
-            world.start(name, train, rounds=25, round_s=0.5)
+            world.start(name, train, rounds=12, round_s=0.5)
         world.until_rounds("a", 3)
         slot_zero = next(n for n in "abc" if world.log(n, "joined")[0]["slot"] == 0)
-        world.start("d", train, rounds=25, round_s=0.5)
+        world.start("d", train, rounds=12, round_s=0.5)
         time.sleep(0.35)  # into a round: the all-reduce has landed and the vote is over, or nearly
         world.kill(slot_zero)
         rest = sorted(set("abcd") - {slot_zero})
@@ -299,7 +299,7 @@ def test_the_source_of_a_newcomer_dies(tmp_path):
 def test_the_last_worker_goes_on_alone_where_that_is_allowed(tmp_path):
     with World(tmp_path, min_workers=1) as world:
         for name in "ab":
-            world.start(name, train, rounds=40)
+            world.start(name, train, rounds=20)
         world.until_rounds("a", 4)
         world.until_rounds("b", 4)
         world.kill("b")
@@ -326,7 +326,7 @@ def test_a_silent_worker_is_left_behind_and_comes_back(tmp_path):
     """A stopped process beats no heart; the others go on, and it joins again when it wakes."""
     with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:
         for name in "abc":
-            world.start(name, train, rounds=150, timeout_s=2.0)
+            world.start(name, train, rounds=90, timeout_s=2.0)
         world.until_rounds("c", 4)
         world.kill("c", signal.SIGSTOP)
         seen = len(world.log("a", "round"))
@@ -367,7 +367,7 @@ def test_a_worker_that_vanished_is_noticed_long_before_the_timeout(tmp_path, mon
     monkeypatch.setattr(_elastic_services, "_SHORTEST_DEADLINE_S", 1.5)
     with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:
         for name, stop in ("a", None), ("b", None), ("c", 8):  # the others have launched this sum
-            world.start(name, train, rounds=60, timeout_s=100.0, stops_before=stop)
+            world.start(name, train, rounds=30, timeout_s=100.0, stops_before=stop)
         world.join("a", "b", timeout_s=60)
         require_equal_anchors(world, "a", "b")
         require_all_work_of(world, "a", "b")
@@ -384,7 +384,7 @@ def other_settings(_, *, lighthouse, name):
 def test_a_worker_with_other_settings_is_told_so(tmp_path):
     with World(tmp_path, min_workers=2) as world:
         for name in "ab":
-            world.start(name, train, rounds=50)
+            world.start(name, train, rounds=30)
         world.until_rounds("a", 3)
         world.start("c", other_settings)
         world.join("a", "b")
@@ -421,10 +421,10 @@ def test_a_new_lighthouse_leaves_no_healthy_worker_behind(tmp_path):
         world.until_rounds("a", 4)
         lost = world.log("a", "round")[-1]["lost"]
         world.kill_lighthouse()
+        time.sleep(0.7)  # into the vote: before it, the others would wait for the third's sum
         world.kill("c", signal.SIGSTOP)  # so that the others are the first to be heard of
-        time.sleep(0.5)
         world.start_lighthouse(world.lighthouse)
-        time.sleep(3.0)
+        time.sleep(1.5)
         world.kill("c", signal.SIGCONT)
         world.join("a", "b", "c", timeout_s=60)
         assert not world.log("c", "left_behind")

@@ -268,6 +268,10 @@ class StateServer:
                 self.socket.close()
                 self.socket = listener
 
+            def serve_forever(self, poll_interval: float = _POLL_S) -> None:
+                """As of the base, whose usual interval closing would wait out: half a second."""
+                super().serve_forever(poll_interval)
+
         self._worker = worker
         self._timeout = timedelta(seconds=timeout_s)
         with mock.patch.object(http_transport, "_IPv6HTTPServer", Server):
