@@ -98,13 +98,17 @@ def test_a_killed_peer_is_an_error_for_the_survivors(tmp_path, delay_s):
 
 
 def test_a_stalled_peer_is_an_error_in_time(tmp_path):
+    noticed = multiprocessing.get_context("fork").Event()
+
     def work(rank):
         stream = Stream([5000], timeout_s=2.0)
         stream.launch(0).wait()
         if rank == 1:
-            time.sleep(8)
+            noticed.wait(20)
             return None
-        return failure_of(stream.launch(1).wait)
+        failed = failure_of(stream.launch(1).wait)
+        noticed.set()
+        return failed
 
     failed, _ = run_until_some_fail(2, work, tmp_path)
     assert failed[0].startswith("rank 0: turn 1 of fragment 0 failed: ")
@@ -114,8 +118,7 @@ def test_a_stalled_peer_is_an_error_in_time(tmp_path):
 LEAVING = """
 import os, sys, time
 import torch, torch.distributed as dist
-from fivefold.optim import ProcessGroupTransport
-from fivefold.optim._comm_thread import Job
+from fivefold.optim import ProcessGroupTransport, _comm_thread
 
 rank, how = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(sys.argv[3], 2)
@@ -129,15 +132,15 @@ if how == "forgotten":
 elif how in {"collected", "collected, still at work"}:
     if how == "collected, still at work":  # within torch, where a thread must not be cut off
         a = torch.ones(1500, 1500)
-        Job.stamp = lambda _job: [a @ a for _ in range(4)]  # well under the patience
+        _comm_thread.Job.stamp = lambda _job: [a @ a for _ in range(4)]  # well under the patience
     all_reduce = transport.launch([payload], metadata=metadata, fragment=0, what="second")
     del transport
     all_reduce.wait()
     del all_reduce
 elif how == "alone":
     if rank == 1:
-        time.sleep(20)
-        os._exit(0)
+        time.sleep(100)  # until it is killed
+    _comm_thread._PATIENCE_S = 2.0
     transport.launch([payload], metadata=metadata, fragment=0, what="second")
 print("end")
 """

@@ -2,9 +2,7 @@
 
 import json
 import signal
-import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from helpers.forked_ranks import wait_for_step
 from helpers.night import by_night
 
 with warnings.catch_warnings():  # of deprecations in torch, on import
@@ -27,7 +26,6 @@ from fivefold.gnn.data import HeteroDataset, ingest, pyg_source
 from fivefold.gnn.loading import DiskLoader
 from fivefold.gnn.storage import Container
 from fivefold.gnn.training import GnnConfig, infer_run, train_graph
-from fivefold.runs import format_toml
 from fivefold.runs.checkpoints import newest_checkpoint, read_checkpoint
 
 CITES, WRITES, BY = (
@@ -254,40 +252,23 @@ def test_a_run_is_that_of_geometric_on_the_same_batches(configure, tmp_path, fan
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
-def write_config(config, path):
-    path.write_text(format_toml(config.model_dump()))
-    return path
-
-
-def start(*arguments):
-    command = [sys.executable, "-m", "fivefold", "gnn", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.parametrize("mode", by_night(["disk", "online"], ["disk"]))
-def test_killed_and_resumed_it_ends_as_if_nothing_had_been(configure, tmp_path, mode):
-    options = {"mode": mode, "epochs": 30, "checkpoint_every_steps": 7}
+def test_killed_and_resumed_it_ends_as_if_nothing_had_been(configure, start_ranks, mode):
+    options = {"mode": mode, "epochs": 15, "checkpoint_every_steps": 7}
     whole_run = train_graph(configure("whole", **options))
     config = configure("killed", **options)
-    file, metrics = write_config(config, tmp_path / "gnn.toml"), config.run.output / "metrics.jsonl"
-    first, deadline_s = start("train", file), time.monotonic() + 120
-    while not metrics.exists() or '"step": 40' not in metrics.read_text():
-        assert first.poll() is None, first.communicate()[1]
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-    first.send_signal(signal.SIGKILL)
-    assert first.wait(60) == -signal.SIGKILL
-    first.communicate()
-    second = start("train", file, "--json")
-    out, err = second.communicate(timeout=300)
-    assert second.returncode == 0, err
-    assert json.loads(out)["parameters_sha256"] == whole_run.parameters_sha256
+    first = start_ranks(config)
+    wait_for_step(first, config.run.output, 30)
+    first.kill()
+    assert first.wait() == {0: -signal.SIGKILL}
+    second = start_ranks(config)
+    assert second.wait(300) == {0: 0}, second.logs()
+    result = json.loads((config.run.output / "result.json").read_text())
+    assert result["parameters_sha256"] == whole_run.parameters_sha256
     (resumed,) = events(config, "resume")
-    assert 35 <= resumed["step"] < 180
-    inferred = start("infer", config.run.output, "--memory", "1 MB", "--json")
-    out, err = inferred.communicate(timeout=120)
-    assert inferred.returncode == 0, err
-    assert json.loads(out)["accuracy"]["test"] > 0.7
+    assert 28 <= resumed["step"] < 90
+    found = infer_run(config.run.output, memory_bytes=10**6)
+    assert found.accuracy["test"] > 0.7
 
 
 def test_outputs_of_an_earlier_checkpoint_are_not_taken_for_those_of_this_one(configure, tmp_path):
