@@ -13,6 +13,7 @@ from fivefold.errors import CommunicationError, ConfigurationError, DataError
 from fivefold.runs import exit_code
 from fivefold.runs.launch import error_from_record, outcome_record, root_cause
 from fivefold.train import config_to_toml, launch
+from helpers.listening import addresses_while_it_runs, is_loopback
 
 
 @pytest.fixture
@@ -99,8 +100,12 @@ def worker_pids(config_path):
 @pytest.mark.slow
 def test_two_ranks_from_one_command(fivefold, write_config):
     config, path = write_config("co2", line_every_s=0.01)
-    code, _, err = finish(fivefold(path, "--nproc", "2", "--set", "run.steps=20"))
+    process = fivefold(path, "--nproc", "2", "--set", "run.steps=20")
+    found = addresses_while_it_runs(process)
+    code, _, err = finish(process)
     assert code == 0, err
+    assert found, err
+    assert all(map(is_loopback, found)), found  # other machines reach none of it
     result = json.loads((config.run.output / "result.json").read_text())
     assert (result["steps"], result["method"]) == (20, "co2")
     assert result["link_bytes"]["interface"] == "lo"

@@ -1,98 +1,41 @@
 """No command listens where other machines reach it, unless it was asked to."""
 
 import contextlib
-import ipaddress
 import os
-import re
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 from fivefold.errors import ConfigurationError
 from fivefold.network.aggregation import AggregationSwitch
 from fivefold.optim import elastic_transport, start_lighthouse
-from fivefold.train.config import config_to_toml
+from helpers.listening import addresses_while_it_runs, is_loopback, listeners
 
 pytestmark = [pytest.mark.in_pairs, pytest.mark.distributed]
-_LISTEN = "0A"
 _HEAR = (
     "import socket, time; s = socket.create_server(('0.0.0.0', 5000)); print('here', flush=True); "
     "time.sleep(1)"
 )
 
 
-def family_of(pid):
-    """A process and all that it started, as far as they share this network namespace."""
-    here = Path("/proc/self/ns/net").readlink()
-    found = [pid]
-    for one in found:
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{one}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    with contextlib.suppress(OSError):
-        return [one for one in found if Path(f"/proc/{one}/ns/net").readlink() == here]
-    return []
-
-
-def listeners(pids):
-    """Addresses at which these processes listen."""
-    inodes = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    match = re.fullmatch(r"socket:\[(\d+)\]", str(entry.readlink()))
-                    inodes |= {match[1]} if match else set()
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == _LISTEN and fields[9] in inodes:
-                words = bytes.fromhex(fields[1].partition(":")[0])
-                parts = [words[i : i + 4][::-1] for i in range(0, len(words), 4)]
-                found.add(str(ipaddress.ip_address(b"".join(parts))))
-    return found
-
-
-def is_loopback(address):
-    plain = ipaddress.ip_address(address)
-    return (getattr(plain, "ipv4_mapped", None) or plain).is_loopback
-
-
-def watched(*arguments, until=None):
+def watched(*arguments, until_first=False):
     """All addresses at which a command and its children listened, and what it printed."""
     command = [sys.executable, "-m", "fivefold", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    found, deadline_s = set(), time.monotonic() + 120
     try:
-        while process.poll() is None and time.monotonic() < deadline_s:
-            found |= listeners(family_of(process.pid))
-            if until is not None and found:
-                break
-            time.sleep(0.02)
+        found = addresses_while_it_runs(process, until_first=until_first)
     finally:
         process.terminate()
         output = process.communicate(timeout=60)[0]
     return found, output
 
 
-def test_two_ranks_from_one_command(make_config, tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(make_config("co2", steps=20)))
-    found, output = watched("train", str(path), "--nproc", "2")
-    assert found, output
-    assert all(map(is_loopback, found)), found
-    assert "finished" in output or "20" in output
-
-
 def test_the_lighthouse_by_default():
     pytest.importorskip("torchft")
-    found, output = watched("elastic", "lighthouse", until="it listens")
+    found, output = watched("elastic", "lighthouse", until_first=True)
     assert found == {"127.0.0.1"}, output
 
 
