@@ -8,10 +8,11 @@ On several machines: ``fivefold elastic lighthouse --min-workers 2`` on one of t
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Event
 
 import torch
 
@@ -23,10 +24,11 @@ from fivefold.optim import (
     start_lighthouse,
 )
 
-STEPS = 960  # long enough for a newcomer to load torch on a busy machine
+STEPS = 400
+BUSY_STEP = 80  # worker c is killed then
 
 
-def train(name: str, lighthouse: str) -> None:
+def train(name: str, lighthouse: str, busy: Event) -> None:
     """Fit a small network, from the start or from wherever the others are."""
     torch.manual_seed(int.from_bytes(name.encode()))  # other data on each worker
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -35,23 +37,27 @@ def train(name: str, lighthouse: str) -> None:
     sync = OuterSync(model, optimizer, rule=DelayCorrected(tau=8), transport=transport)
     transport.join(sync)
     first = sync.statistics().steps
-    print(f"worker {name}: starts at step {first}", flush=True)
+    say(f"worker {name}: starts at step {first}")
 
     while True:
         try:
-            take_steps(name, model, optimizer, sync)
+            take_steps(name, model, optimizer, sync, busy)
             sync.finalize()
             break
         except LeftBehindError as error:  # silent for too long: come back with a peer's state
-            print(f"worker {name}: {error}", flush=True)
+            say(f"worker {name}: {error}")
             transport.join(sync)
     checksum = torch.cat([p.detach().flatten() for p in model.parameters()]).sum()
-    print(f"worker {name}: checksum {checksum.item():.6f}", flush=True)
+    say(f"worker {name}: checksum {checksum.item():.6f}")
     transport.close()
 
 
 def take_steps(
-    name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, sync: OuterSync
+    name: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sync: OuterSync,
+    busy: Event,
 ) -> None:
     """Take the local steps that are left; ``sync`` counts them."""
     while (step := sync.statistics().steps) < STEPS:
@@ -63,40 +69,45 @@ def take_steps(
         sync.step()
         time.sleep(0.02)  # stands for a model that takes longer
         if step % 80 == 0:
-            print(f"worker {name}: step {step:3d}  loss {loss.item():.4f}", flush=True)
+            say(f"worker {name}: step {step:3d}  loss {loss.item():.4f}")
+        if step >= BUSY_STEP:
+            busy.set()
+
+
+def say(line: str) -> None:
+    """Print a line in one write, so that the workers' lines do not mix."""
+    print(f"{line}\n", end="", flush=True)
+
+
+class Worker:
+    """A process that stands ready, with torch loaded, until it learns where the lighthouse is."""
+
+    def __init__(self, name: str) -> None:
+        context = multiprocessing.get_context("fork")
+        self.addresses: SimpleQueue[str] = context.SimpleQueue()
+        self.busy = context.Event()
+        self.process = context.Process(target=self._run, args=(name,))
+        self.process.start()
+
+    def _run(self, name: str) -> None:
+        train(name, self.addresses.get(), self.busy)
 
 
 def main() -> None:
     """Play the story on this machine."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    workers = {name: Worker(name) for name in "abcd"}
     lighthouse = start_lighthouse("127.0.0.1:0", min_workers=2, heartbeat_timeout_s=2)
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-
-    def start(name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__, name, f"127.0.0.1:{lighthouse.port}"]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-
-    workers = {name: start(name) for name in "abc"}
-    echo(workers["c"], until="step  80")
-    workers["c"].kill()
-    print("worker c was killed", flush=True)
-    workers["d"] = start("d")
+    for name in "abc":
+        workers[name].addresses.put(f"127.0.0.1:{lighthouse.port}")
+    workers["c"].busy.wait(timeout=60)
+    workers["c"].process.kill()
+    say("worker c was killed")
+    workers["d"].addresses.put(f"127.0.0.1:{lighthouse.port}")
     for worker in workers.values():
-        echo(worker)
-        worker.wait()
+        worker.process.join()
     lighthouse.close()
 
 
-def echo(worker: subprocess.Popen[str], until: str | None = None) -> None:
-    """Print what a worker says, up to a line that has this text."""
-    assert worker.stdout is not None, "it was started with a pipe"
-    for line in worker.stdout:
-        print(line, end="", flush=True)
-        if until is not None and until in line:
-            return
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        train(sys.argv[1], sys.argv[2])
-    else:
-        main()
+    main()

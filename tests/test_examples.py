@@ -1,6 +1,5 @@
 """Every example and the README's own run as a person would run them."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,17 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from helpers.forked_programs import Forker
+
 ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
 ALONE = [
     "report_from_runs.py",
     "lab_two_hosts.py",
     "fsdp2_co2.py",
     "moe_layer.py",
-    "moe_expert_parallel.py",
     "collectives_backend.py",
     "gnn_pyg_model.py",
     "gnn_from_toml.py",
 ]
+FRESH = "moe_expert_parallel.py"
 ELASTIC = "elastic_co2.py"
 ON_TWO_RANKS = [
     "co2_plain_loop.py",
@@ -29,37 +31,56 @@ ON_TWO_RANKS = [
 ]
 
 
-def run(command, cwd, *, may_abort_at_exit=False):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=150, cwd=cwd, env=environment
-    )
-    aborted = "terminate called without an active exception" in result.stderr
-    assert result.returncode == 0 or (may_abort_at_exit and aborted), result.stderr[-3000:]
-    return result.stdout
+@pytest.fixture(scope="module")
+def forker():
+    with Forker() as forker:
+        yield forker
 
 
-def torchrun(script, cwd, **options):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return run([*launcher, "--nproc-per-node", "2", str(script)], cwd, **options)
+@pytest.fixture
+def run(forker, tmp_path):
+    def run(name):
+        done = forker.run(EXAMPLES / name, tmp_path)
+        assert done.code == 0, done.err[-3000:]
+        return done.out
+
+    return run
+
+
+@pytest.fixture
+def run_ranks(forker, tmp_path):
+    def run_ranks(name, *, may_abort_at_exit=False):
+        both = forker.run_ranks(EXAMPLES / name, tmp_path)
+        for done in both:
+            aborted = "terminate called without an active exception" in done.err
+            assert done.code == 0 or (may_abort_at_exit and aborted), done.err[-3000:]
+        return "".join(done.out for done in both)
+
+    return run_ranks
 
 
 def test_every_example_is_run_by_this_file():
-    found = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert found == {*ALONE, *ON_TWO_RANKS, ELASTIC}
+    found = {path.name for path in EXAMPLES.glob("*.py")}
+    assert found == {*ALONE, FRESH, *ON_TWO_RANKS, ELASTIC}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_example(name, tmp_path):
-    assert run([sys.executable, str(ROOT / "examples" / name)], tmp_path).strip()
+def test_example(name, run):
+    assert run(name).strip()
+
+
+@pytest.mark.slow
+def test_example_in_a_fresh_process(tmp_path):
+    """It sets what triton reads when it is imported."""
+    assert output_of([sys.executable, str(EXAMPLES / FRESH)], tmp_path).strip()
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_elastic_example_ends_with_equal_workers(tmp_path):
+def test_elastic_example_ends_with_equal_workers(run):
     pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elastic])")
-    output = run([sys.executable, str(ROOT / "examples" / ELASTIC)], tmp_path)
+    output = run(ELASTIC)
     assert "worker c was killed" in output
     assert int(re.search(r"worker d: starts at step (\d+)", output)[1]) > 0
     checksums = dict(re.findall(r"worker (\w): checksum (\S+)", output))
@@ -69,17 +90,16 @@ def test_elastic_example_ends_with_equal_workers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_plain_loop_ends_with_equal_replicas(tmp_path):
-    output = torchrun(ROOT / "examples" / "co2_plain_loop.py", tmp_path)
-    checksums = re.findall(r"rank [01]: checksum (\S+),", output)
+def test_plain_loop_ends_with_equal_replicas(run_ranks):
+    checksums = re.findall(r"rank [01]: checksum (\S+),", run_ranks("co2_plain_loop.py"))
     assert len(checksums) == 2
     assert checksums[0] == checksums[1]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_hugging_face_style_loop_resumes_to_the_same_bits(tmp_path):
-    output = torchrun(ROOT / "examples" / "hf_style_loop.py", tmp_path)
+def test_hugging_face_style_loop_resumes_to_the_same_bits(run_ranks):
+    output = run_ranks("hf_style_loop.py")
     ends = re.findall(r"rank [01]: checksum (\S+), resumed (\S+), 20 rounds", output)
     assert len(ends) == 2
     assert len({checksum for pair in ends for checksum in pair}) == 1
@@ -89,9 +109,9 @@ def test_hugging_face_style_loop_resumes_to_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_hugging_face_trainer_resumes_to_the_same_bits(tmp_path):
+def test_hugging_face_trainer_resumes_to_the_same_bits(run_ranks):
     pytest.importorskip("accelerate", reason="accelerate is not installed (fivefold[hf])")
-    output = torchrun(ROOT / "examples" / "hf_trainer.py", tmp_path)
+    output = run_ranks("hf_trainer.py")
     ends = re.findall(r"rank [01]: loss (\S+), model (\S+), resumed (\S+)", output)
     assert len(ends) == 2
     assert len({checksum for _, *pair in ends for checksum in pair}) == 1
@@ -100,29 +120,38 @@ def test_hugging_face_trainer_resumes_to_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_lightning_resumes_to_the_same_bits(tmp_path):
+def test_lightning_resumes_to_the_same_bits(run_ranks):
     pytest.importorskip("pytorch_lightning", reason="no Lightning here (fivefold[lightning])")
-    output = torchrun(ROOT / "examples" / "lightning_trainer.py", tmp_path)
+    output = run_ranks("lightning_trainer.py")
     assert "resumed from step 60: the same model" in output
     assert float(re.search(r"validation loss (\S+), replicas equal", output)[1]) < 0.5
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ddp_learns(tmp_path):
+def test_ddp_learns(run_ranks):
     """The example is torch alone: a thread of gloo may abort its exit (pytorch, pull 179291)."""
-    output = torchrun(ROOT / "examples" / "ddp.py", tmp_path, may_abort_at_exit=True)
+    output = run_ranks("ddp.py", may_abort_at_exit=True)
     assert float(re.search(r"loss (\S+)", output)[1]) < 0.95  # a guess of 0 has 1
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_readme_example(tmp_path):
+def test_readme_example_under_torchrun(tmp_path):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     script = tmp_path / "train.py"
     script.write_text(code)
-    output = torchrun(script, tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    output = output_of([*launcher, "--nproc-per-node", "2", str(script)], tmp_path)
     assert output.count("64 steps, 9 rounds, 9 merged") == 2
+
+
+def output_of(command, cwd):
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=240, cwd=cwd
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def test_links_in_the_documents_lead_somewhere():
