@@ -34,7 +34,7 @@ class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences that count modulo 16 from any start in steps of one to three."""
 
     def __len__(self) -> int:
-        return 4096
+        return 768
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = (index % 16 + (1 + index // 16 % 3) * torch.arange(12)) % 16

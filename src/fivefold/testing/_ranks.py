@@ -7,6 +7,7 @@ seconds to import torch: the parent must not have started torch's thread pools o
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -263,6 +264,8 @@ def run_processes(
         >>> run_processes(2, lambda rank: rank * 10)
         [0, 10]
     """
+    # The first optimizer of a process imports it, for seconds: once here, not once a rank.
+    importlib.import_module("torch._dynamo")
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     port = free_port()
