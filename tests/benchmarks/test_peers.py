@@ -1,11 +1,9 @@
 """The comparison with peers: its arithmetic, its pace, and one small run without any peer."""
 
 import json
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
+import warnings
 
 import pytest
 import torch
@@ -16,8 +14,7 @@ from benchmarks.optim._peers._rows import Measured, rows_of
 from benchmarks.optim._peers._table import CASES, choice_text, find_case
 
 from fivefold.optim import DelayCorrected
-
-ROOT = Path(__file__).parents[2]
+from helpers.forked_ranks import forked_worlds
 
 
 def answer(**changed):
@@ -209,10 +206,18 @@ def test_cases_have_names_of_their_own_and_a_chosen_round_makes_a_case():
     assert find_case("delay-corrected auto").settings["options"]["tau"] == "auto"
 
 
+def run_peers():
+    warnings.simplefilter("default")  # torch's own hooks for DDP are of a kind that it deprecates
+    from benchmarks.optim import peers
+
+    peers.main()
+    return 0
+
+
 @pytest.mark.in_pairs
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_two_hosts_run_every_measurement_without_a_peer(tmp_path):
+def test_two_hosts_run_every_measurement_without_a_peer(tmp_path, monkeypatch):
     problem = {"steps": 8, "seed": 0, "lr": 4e-3}
     jobs = [
         {"measurement": "timing", "case": "CO2 tau 8", "step_s": 0.0},
@@ -221,17 +226,10 @@ def test_two_hosts_run_every_measurement_without_a_peer(tmp_path):
         {"measurement": "learning", "case": "no such case", "problem": problem, "every": 4},
     ]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.optim.peers", "--worker", str(tmp_path)],
-            cwd=ROOT,
-            env=environment | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]
-    assert [host.wait(timeout=240) for host in hosts] == [0, 0]
+    monkeypatch.setattr(sys, "argv", ["peers", "--worker", str(tmp_path)])
+    with forked_worlds(tmp_path / "hosts") as start:
+        hosts = start(run_peers, world_size=2)
+        assert hosts.wait(240) == {0: 0, 1: 0}, hosts.logs()
     timing, memory, learning, missing = (
         [json.loads((tmp_path / f"{job}-{rank}.json").read_text()) for rank in range(2)]
         for job in range(4)
