@@ -12,17 +12,24 @@ from types import SimpleNamespace
 
 import pytest
 
+from fivefold.cli import _codesign
 from fivefold.cli._codesign import _watched
 from fivefold.errors import CommunicationError
 
 distributed = pytest.importorskip("distributed")
 pytestmark = [pytest.mark.distributed, pytest.mark.in_pairs]
 
+# The command line, except that it waits for a lost cluster no longer than it takes to notice.
+IMPATIENT = """
+from fivefold.cli import _codesign, main
+_codesign._DASK_PATIENCE_S = 4
+main()
+"""
 SMALL = "ablate --cluster switch:4 --seeds 2 --number 2 --sizes 2 --iterations 2 --budget 2 --json"
 
 
 def fivefold(*options):
-    command = [sys.executable, "-m", "fivefold", *SMALL.split(), *options]
+    command = [sys.executable, "-c", IMPATIENT, *SMALL.split(), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -99,13 +106,13 @@ def test_two_ways_at_once_are_refused():
     assert "leave one of them out" in found.stderr
 
 
-LONG = "ablate --cluster fat_tree:8,gpus=2 --seeds 1000 --number 8"
+LONG = "ablate --cluster switch:4 --seeds 1000 --number 2 --sizes 2 --iterations 2 --budget 2"
 
 
 def told_after(tmp_path, kill, *options):
     """Return what a long ablation says when something is killed while it plans."""
     error = tmp_path / "error"
-    command = [sys.executable, "-m", "fivefold", *LONG.split(), *options]
+    command = [sys.executable, "-c", IMPATIENT, *LONG.split(), *options]
     with error.open("w") as file:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
     try:
@@ -160,8 +167,9 @@ def test_a_dask_cluster_that_dies_is_told(start_dask, tmp_path, lost, message):
 @pytest.mark.parametrize(
     ("lost", "message"), [(slice(1, 2), "has lost all its workers"), (slice(1), "is gone")]
 )
-def test_a_wait_that_dask_forgets_is_ended(start_dask, lost, message):
+def test_a_wait_that_dask_forgets_is_ended(start_dask, monkeypatch, lost, message):
     """A result on its way from a scheduler that ends is never told to who waits for it."""
+    monkeypatch.setattr(_codesign, "_DASK_PATIENCE_S", 4)
     address = start_dask(workers=1)
     usual = signal.getsignal(signal.SIGUSR1)
     with distributed.Client(address) as client:
