@@ -19,6 +19,7 @@ from fivefold.collectives.schedules.arrays import (
     Ints,
     Longs,
     group_by_key,
+    of_one_kind,
     pop_event,
     push_event,
     rows_of,
@@ -277,11 +278,11 @@ def _replayed(schedule: Schedule, *, mode: int) -> int:
     contributors = int(np.diff(collective.pre_offsets).max(initial=1))
     words = max(1, -(-contributors // 64)) if collective.reducing else 1
     code, index, chunk, rank, redundant = replay(
-        group_by_key(schedule.chunks, collective.num_chunks),
-        (schedule.sources, schedule.targets, np.ascontiguousarray(schedule.reduces)),
-        (np.ascontiguousarray(schedule.steps), starts_s, ends_s),
-        (collective.pre_offsets, collective.pre_ranks),
-        (collective.post_offsets, collective.post_ranks),
+        group_by_key(*of_one_kind(schedule.chunks), collective.num_chunks),
+        of_one_kind(schedule.sources, schedule.targets, schedule.reduces),
+        of_one_kind(schedule.steps, starts_s, ends_s),
+        of_one_kind(collective.pre_offsets, collective.pre_ranks),
+        of_one_kind(collective.post_offsets, collective.post_ranks),
         (
             collective.num_ranks,
             words,

@@ -32,6 +32,14 @@ def frozen(values: ArrayLike, dtype: type) -> Array:
     return view
 
 
+def of_one_kind(*arrays: Array) -> tuple[Array, ...]:
+    """Return contiguous read-only views: a loop is compiled once, not for each kind of array."""
+    views = tuple(np.ascontiguousarray(array).view() for array in arrays)
+    for view in views:
+        view.flags.writeable = False
+    return views
+
+
 def offsets_of(sorted_keys: Array, count: int) -> Longs:
     """Return where each key 0..count-1 begins in a sorted array of keys; int64 [count + 1]."""
     found = np.searchsorted(sorted_keys, np.arange(count + 1, dtype=sorted_keys.dtype))

@@ -27,6 +27,7 @@ from fivefold.collectives.schedules.arrays import (
     Longs,
     frozen,
     group_by_key,
+    of_one_kind,
     rows_of,
 )
 from fivefold.collectives.schedules.constructors import collective_from_data, collective_to_data
@@ -270,10 +271,10 @@ class Schedule:
         return read, written, filled, order
 
     def _numbered(self, offsets: Longs, ranks: Ints) -> tuple[Ints, Ints, Array]:
-        grouped = group_by_key(self.chunks, self.collective.num_chunks)
-        pairs = (offsets, ranks)
+        grouped = group_by_key(*of_one_kind(self.chunks), self.collective.num_chunks)
+        ends = of_one_kind(self.sources, self.targets)
         found: tuple[Ints, Ints, Array] = _number_slots(
-            grouped, self.sources, self.targets, pairs, self.collective.num_ranks
+            grouped, *ends, of_one_kind(offsets, ranks), self.collective.num_ranks
         )
         return found
 
@@ -445,7 +446,7 @@ class Schedule:
         if keys is None:
             keys = np.arange(self.num_transfers)
         wanted = self._numbered(self.collective.post_offsets, self.collective.post_ranks)[2]
-        keep = _needed(self.slots(), wanted, np.ascontiguousarray(keys))
+        keep = _needed(self.slots(), wanted, *of_one_kind(keys))
         return self if keep.all() else self.selected(np.flatnonzero(keep))
 
     # -- writing and reading -------------------------------------------------------------------

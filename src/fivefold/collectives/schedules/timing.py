@@ -14,7 +14,14 @@ from typing import Any, Literal
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules.arrays import Array, Floats, Longs, offsets_of, rows_of
+from fivefold.collectives.schedules.arrays import (
+    Array,
+    Floats,
+    Longs,
+    of_one_kind,
+    offsets_of,
+    rows_of,
+)
 from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
 from fivefold.collectives.schedules.schedule import BY_STEPS, BY_TIMES, Schedule, ScheduleError
 from fivefold.errors import ConfigurationError, require_one_of
@@ -135,13 +142,13 @@ def _listed(
     starts_s, ends_s, busy_s, broken = _list_schedule(
         _messages_in_order(schedule, order),
         (read, written, filled),
-        (routes.rows, first_legs, legs.offsets, legs.links),
-        (
+        of_one_kind(routes.rows, first_legs, legs.offsets, legs.links),
+        of_one_kind(
             legs.latencies_s(topology.latencies_s),
             legs.capacities_bytes_per_s(capacities),
             capacities,
         ),
-        (schedule.chunks, np.ascontiguousarray(schedule.steps), chunk_bytes),
+        of_one_kind(schedule.chunks, schedule.steps, chunk_bytes),
         (int(schedule.collective.reducing), int(serial)),
     )
     if broken >= 0:
@@ -366,8 +373,8 @@ def event_order(schedule: Schedule) -> Longs:
         times = (np.round(schedule.starts_s / unit, 12), np.round(schedule.ends_s / unit, 12))
     events: Longs = order_events(
         np.arange(schedule.num_transfers, dtype=np.int64),
-        np.ascontiguousarray(schedule.steps),
-        times,
+        *of_one_kind(schedule.steps),
+        of_one_kind(*times),
         schedule.order_mode,
         1e-9,
     )
@@ -394,7 +401,7 @@ def dependencies(schedule: Schedule) -> Dependencies:
     offsets, transfers = _find_dependencies(
         event_order(schedule),
         schedule.slots()[:3],
-        np.ascontiguousarray(schedule.reduces),
+        *of_one_kind(schedule.reduces),
         int(schedule.collective.reducing),
     )
     return Dependencies(offsets=offsets, transfers=transfers)
