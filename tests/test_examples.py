@@ -49,11 +49,10 @@ def run(forker, tmp_path):
 
 @pytest.fixture
 def run_ranks(forker, tmp_path):
-    def run_ranks(name, *, may_abort_at_exit=False):
-        both = forker.run_ranks(EXAMPLES / name, tmp_path)
+    def run_ranks(name, **options):
+        both = forker.run_ranks(EXAMPLES / name, tmp_path, **options)
         for done in both:
-            aborted = "terminate called without an active exception" in done.err
-            assert done.code == 0 or (may_abort_at_exit and aborted), done.err[-3000:]
+            assert done.code == 0, done.err[-3000:]
         return "".join(done.out for done in both)
 
     return run_ranks
@@ -130,8 +129,8 @@ def test_lightning_resumes_to_the_same_bits(run_ranks):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ddp_learns(run_ranks):
-    """The example is torch alone: a thread of gloo may abort its exit (pytorch, pull 179291)."""
-    output = run_ranks("ddp.py", may_abort_at_exit=True)
+    """Torch alone: destroying its groups may hang, or abort the process (pytorch, pull 179291)."""
+    output = run_ranks("ddp.py", destroys=False)
     assert float(re.search(r"loss (\S+)", output)[1]) < 0.95  # a guess of 0 has 1
 
 

@@ -141,7 +141,7 @@ def test_a_plan_that_does_not_fit_is_refused():
         ("[[0, 2, 0, 5]", "[[0, 2, 99]", "uses links that"),
         ('"ring"', '"rings"', "algorithm must be"),
         ('"shift_s": 0.0', '"shift_s": "0"', "shift_s must be"),
-        ('"bucket_bytes": null', '"bucket_bytes": -1', "none is negative"),
+        ('"bucket_bytes": null', '"bucket_bytes": -1', "bucket_bytes of a job's plan"),
         ("{", "\udcff", "this is no plan"),
     ],
 )

@@ -3,7 +3,7 @@
 A fresh interpreter spends seconds on ``import torch`` and what the first optimizer loads. Here one
 process executes a program's own import statements, once, and each run is a fork of it, with files,
 an exit code and exit functions of its own. Only modules are not taken apart at its end, which costs
-another second.
+another second, and what a script has made only where that is asked for.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 _IMPORT = ast.Import | ast.ImportFrom
+_TIMEOUT_S = 240.0
 
 
 class Done(NamedTuple):
@@ -45,24 +46,32 @@ class Forker:
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def run(self, script: Path, folder: Path, *, timeout_s: float = 240) -> Done:
+    def run(self, script: Path, folder: Path) -> Done:
         """Run a script in a folder, and say how it ended."""
-        return self._run(script, folder, [{}], timeout_s)[0]
+        return self._run(script, folder, [{}])[0]
 
-    def run_ranks(self, script: Path, folder: Path, *, timeout_s: float = 240) -> list[Done]:
-        """Run a script in two ranks, as an agent of torchrun does, whose store outlives both."""
+    def run_ranks(self, script: Path, folder: Path, *, destroys: bool = True) -> list[Done]:
+        """Run a script in two ranks, as an agent of torchrun does, whose store outlives both.
+
+        ``destroys`` says whether the script's objects are destroyed before the process ends.
+        """
         from torch.distributed import TCPStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         places = [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        return self._run(script, folder, places, timeout_s)
+        return self._run(script, folder, places, destroys=destroys)
 
     def _run(
-        self, script: Path, folder: Path, environments: list[dict[str, str]], timeout_s: float
+        self,
+        script: Path,
+        folder: Path,
+        environments: list[dict[str, str]],
+        *,
+        destroys: bool = True,
     ) -> list[Done]:
-        request = {"script": str(script), "folder": str(folder), "timeout_s": timeout_s}
+        request = {"script": str(script), "folder": str(folder), "destroys": destroys}
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
         print(json.dumps(request | {"environments": environments}), file=self._process.stdin)
@@ -83,28 +92,27 @@ def _make_imports(script: str) -> None:
         return
 
 
-def _become(rank: int, request: dict[str, Any]) -> str:
-    """Make this fork what a shell would have started, and return its script."""
+def _become(rank: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Make this fork what a shell would have started, and return what it was asked for."""
     os.setsid()
     os.chdir(request["folder"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in enumerate(_files(rank, request), start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(request["environments"][rank])
-    script: str = request["script"]
-    sys.argv = [script]
-    sys.path.insert(0, str(Path(script).parent))
-    return script
+    sys.argv = [request["script"]]
+    sys.path.insert(0, str(Path(request["script"]).parent))
+    return request
 
 
 def _files(rank: int, request: dict[str, Any]) -> list[Path]:
     return [Path(request["folder"]) / f".{stream}-{rank}" for stream in ("out", "err")]
 
 
-def _codes(programs: list[int], timeout_s: float) -> list[int]:
+def _codes(programs: list[int]) -> list[int]:
     """Wait for programs, and end whatever they leave or do not get done."""
     codes: dict[int, int] = {}
-    end_s = time.monotonic() + timeout_s
+    end_s = time.monotonic() + _TIMEOUT_S
     while len(codes) < len(programs) and time.monotonic() < end_s:
         for program in set(programs) - set(codes):
             found, status = os.waitpid(program, os.WNOHANG)
@@ -121,8 +129,8 @@ def _codes(programs: list[int], timeout_s: float) -> list[int]:
     return [codes[program] for program in programs]
 
 
-def _serve() -> str | None:
-    """Answer until nobody asks any more; return the script to run in each fork."""
+def _serve() -> dict[str, Any] | None:
+    """Answer until nobody asks any more; return in each fork what it is to run."""
     for line in sys.stdin:
         request = json.loads(line)
         _make_imports(request["script"])
@@ -133,7 +141,7 @@ def _serve() -> str | None:
             if program == 0:
                 return _become(rank, request)
             programs.append(program)
-        codes = _codes(programs, request["timeout_s"])
+        codes = _codes(programs)
         texts = [[p.read_text() for p in _files(rank, request)] for rank in range(len(programs))]
         done = [[code, *text] for code, text in zip(codes, texts, strict=True)]
         sys.stdout.write(json.dumps(done) + "\n")
@@ -142,10 +150,12 @@ def _serve() -> str | None:
 
 
 if __name__ == "__main__":
-    script = _serve()
-    if script is None:
+    asked = _serve()
+    if asked is None:
         os._exit(0)  # nothing was begun, and to take all modules apart takes seconds
-    runpy.run_path(script, run_name="__main__")
+    made: dict[str, Any] | None = runpy.run_path(asked["script"], run_name="__main__")
+    if asked["destroys"]:
+        made = None
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

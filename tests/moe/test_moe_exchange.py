@@ -172,9 +172,9 @@ def test_a_folder_serves_once(tmp_path):
     (tmp_path / "rank-0").touch()
     with pytest.raises(ConfigurationError, match="rank 0 has been here before"):
         SharedMemoryHeap(tmp_path, rank=0, ranks=1, nbytes=10)
-    with pytest.raises(ConfigurationError, match="rank is 2, there are 2 ranks"):
+    with pytest.raises(ConfigurationError, match="rank must be a whole number from 0 to 1; got 2"):
         SharedMemoryHeap(tmp_path, rank=2, ranks=2, nbytes=10)
-    with pytest.raises(ConfigurationError, match="needs ranks and bytes"):
+    with pytest.raises(ConfigurationError, match="ranks of a heap must be"):
         VirtualHeap(0, nbytes=10)
 
 

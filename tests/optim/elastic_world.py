@@ -14,6 +14,7 @@ import traceback
 import torch
 
 CONTEXT = multiprocessing.get_context("fork")
+_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL}
 
 
 class World:
@@ -76,6 +77,8 @@ class World:
         while not condition():
             errors = [e for name in self.processes for e in self.log(name, "error")]
             assert not errors, f"{what} did not happen; errors: {errors}"
+            crashed = {n: p.exitcode for n, p in self.processes.items() if p.exitcode in _CRASHES}
+            assert not crashed, f"{what} did not happen; crashed: {crashed}"
             assert time.monotonic() < deadline_s, f"{what} did not happen"
             time.sleep(0.02)
 

@@ -130,5 +130,5 @@ def test_bad_input_is_explained():
             Tier(name="a", gpus=8, bandwidth_bytes_per_s=1.0),
             Tier(name="b", gpus=12, bandwidth_bytes_per_s=1.0),
         ))  # fmt: skip
-    with pytest.raises(ConfigurationError, match="positive"):
+    with pytest.raises(ConfigurationError, match="bandwidth_bytes_per_s of tier 'a'"):
         Tier(name="a", gpus=8, bandwidth_bytes_per_s=0.0)

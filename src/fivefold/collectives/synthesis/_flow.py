@@ -21,7 +21,7 @@ from fivefold.collectives.schedules.bounds import mixed, recoloured
 from fivefold.collectives.schedules.schedule import require_match
 from fivefold.collectives.synthesis._dispatch import dispatch
 from fivefold.collectives.synthesis._solver import OutOfTime, check_time, time_left_s, time_limit
-from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
+from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError, require_number
 from fivefold.network.topology import Topology
 
 # Entries of the program's matrix, and flows in it, that are solved in a minute or so.
@@ -350,6 +350,8 @@ def all_to_all_flow(
         >>> verify_schedule(schedule, check_times=True).num_transfers, float(schedule.ends_s.max())
         (32, 2.0)
     """
+    if time_limit_s is not None:
+        require_number("time_limit_s", time_limit_s)
     moved, sources, targets = _pairs(collective, topology)
     ranks = topology.num_ranks
     demands = np.zeros((ranks, ranks))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fivefold._compiler import compiled_s
-from fivefold.errors import InfeasibleError, optional_module, require_number
+from fivefold.errors import InfeasibleError, optional_module
 
 SLACK_S = 2.0
 """Seconds past its limit in which a method may complete a first schedule, where it has none."""
@@ -32,7 +32,7 @@ class OutOfTime(InfeasibleError):  # noqa: N818 - what happened, not whose fault
 def time_limit(limit_s: float | None, *, slack_s: float = 0.0) -> Iterator[None]:
     """Let ``check_time`` raise, within this context, once the time and the slack are over."""
     outer = _LIMIT.get()
-    own = math.inf if limit_s is None else require_number("time_limit_s", limit_s)
+    own = math.inf if limit_s is None else limit_s
     token = _LIMIT.set(min(outer, (clock_s() + own + slack_s, own)))
     try:
         yield

@@ -37,7 +37,7 @@ from fivefold.collectives.synthesis._taccl_routing import (
     route,
     route_and_order,
 )
-from fivefold.errors import ConfigurationError, require_whole
+from fivefold.errors import ConfigurationError, require_number, require_whole
 from fivefold.network.topology import Topology
 
 Progress = Callable[[str], None]
@@ -110,6 +110,7 @@ def taccl(
         6
     """
     seed = require_whole("seed", seed, least=0)
+    require_number("time_limit_s", time_limit_s)
     with time_limit(time_limit_s, slack_s=SLACK_S):
         if sketch is None:
             sketch = derive_sketch(topology, collective, size_bytes=size_bytes)
