@@ -1,5 +1,6 @@
 """What all tests take for granted."""
 
+import gc
 import os
 import re
 import signal
@@ -22,6 +23,8 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 
 
 def pytest_configure():
+    # Or each fork would walk through, and so copy, all that pytest has loaded.
+    os.register_at_fork(after_in_child=gc.freeze)
     # A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests of
     # interruptions need the ordinary answer to it wherever they run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
