@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= auto --maxprocesses 4
+# One more than processors, for many tests wait; at most four, for each holds a gigabyte.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null) README.md LICENSE
 
 .PHONY: help setup demo test test-nightly checks lint tests docs dev clean
