@@ -383,6 +383,19 @@ def a_task_that_no_one_does():
 
 
 @case
+def a_call_is_part_of_no_graph():
+    """A graph might leave out, or repeat, what other processes wait for."""
+    given = operands((8, 16, 16, 4, 2), dtype=torch.float32)
+    exchange = exchange_for(given, 2)
+    whole = torch.compile(lambda: exchange.fused_moe(**given), fullgraph=True, backend="eager")
+    try:
+        whole()
+    except torch._dynamo.exc.Unsupported as found:
+        return {"holds": "OneSidedGroup.fused_moe" in str(found)}
+    return {"holds": False}
+
+
+@case
 def operands_that_do_not_fit():
     given = operands((8, 16, 16, 4, 2), dtype=torch.float32)
     exchange = exchange_for(given, 2)

@@ -65,6 +65,7 @@ CASES = [
     "every row has the writer that its index says",
     "a gate without numbers",
     "a gate that does not fit",
+    "a call is part of no graph",
     "group: a copy of a layer has its ranks",
     "group: no tokens anywhere",
     "group: what does not fit is named",
