@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import joblib
 import pytest
 
 from fivefold.cli import _codesign
@@ -75,6 +76,14 @@ def start_dask(tmp_path):
 
 def test_processes_find_what_one_finds(by_one_process):
     assert json.loads(fivefold("--parallel", "2").stdout) == by_one_process
+
+
+def test_processes_leave_ctrl_c_to_the_command():
+    """Its own answer ends them; theirs would be a traceback from wherever each was."""
+    ask = joblib.delayed(signal.getsignal)
+    with _codesign._engine(2, None):
+        answers = joblib.Parallel()(ask(signal.SIGINT) for _ in range(4))
+    assert set(answers) == {signal.SIG_IGN}
 
 
 def test_workers_of_dask_find_what_one_process_finds(start_dask, by_one_process):

@@ -210,7 +210,9 @@ def _engine(parallel: int, dask: str | None) -> Iterator[None]:
     joblib = optional_module("joblib", extra="network", use="an ablation")
     if dask is None:
         try:
-            with joblib.parallel_config(n_jobs=parallel):
+            # Ctrl-C reaches this process, which ends them: they would each say where it met them.
+            ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+            with joblib.parallel_config("loky", n_jobs=parallel, **ignore):
                 yield
         except BrokenExecutor as error:
             message = f"one of {parallel} processes that made plans was killed"
