@@ -157,6 +157,8 @@ def test_a_calibrated_fabric_gives_the_measured_times(name):
         assert found == pytest.approx(time_s, rel=0.02)
     with pytest.raises(ConfigurationError, match="larger sizes"):
         calibrated_fabric(cluster, ranks=2, sizes_bytes=sizes, times_s=(0.2, 0.2))
+    with pytest.raises(ConfigurationError):
+        calibrated_fabric(cluster, ranks=2, sizes_bytes=sizes, times_s=(0.2, float("nan")))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")

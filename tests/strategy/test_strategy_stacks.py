@@ -216,3 +216,12 @@ def test_a_device_calibrated_by_a_step_takes_that_long(name, dtype, slower):
     device = calibrated_device(cluster, model, plan, model_s=model_s, optimizer_s=0.1, rest_s=0.02)
     found = evaluate_plan(model, device, cluster.fabric, plan=plan)
     assert found.time_s == pytest.approx(model_s + 0.12, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["model_s", "optimizer_s", "rest_s"])
+@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
+def test_a_step_that_took_no_time_calibrates_nothing(name, wrong):
+    times = {"model_s": 1.0, "optimizer_s": 0.1, "rest_s": 0.02, name: wrong}
+    model, plan = load_model("gpt3-1.3b"), ParallelPlan(global_batch=8)
+    with pytest.raises(ConfigurationError, match="a step of 1 ranks took"):
+        calibrated_device(load_cluster("cpu-lab"), model, plan, **times)

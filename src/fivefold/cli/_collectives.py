@@ -257,7 +257,7 @@ _Gap = Annotated[
     _search_option("Stop at the first answer so little above the lower bound; 0% searches on."),
 ]
 _Model = Annotated[str, _search_option("Cost model: serial, slotted or fluid.")]
-_Seed = Annotated[int, _search_option("Random seed.")]
+_Seed = Annotated[int, _search_option("Random seed.", min=0)]
 _Cache = Annotated[
     Path | None, _search_option("Folder of known answers, read and added to.", metavar="FOLDER")
 ]

@@ -101,8 +101,8 @@ def route_flows(
         seed: Of the hash, at least 0.
 
     Raises:
-        ConfigurationError: The policy or seed is none, two jobs have one name, a rank does not
-            exist.
+        ConfigurationError: The policy is unknown, the seed is negative, two jobs have one name,
+            or a rank does not exist.
         InfeasibleError: A flow has no path.
 
     Examples:

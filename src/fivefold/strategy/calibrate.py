@@ -152,7 +152,7 @@ def calibrated_device(
     Raises:
         ConfigurationError: A time is not positive, or the plan is of several ranks.
     """
-    if plan.num_gpus != 1 or min(model_s, optimizer_s) <= 0 or rest_s < 0:
+    if plan.num_gpus != 1 or not (model_s > 0 and optimizer_s > 0 and rest_s >= 0):  # also NaN
         message = f"a step of {plan.num_gpus} ranks took {model_s:g} and {optimizer_s:g} s"
         raise ConfigurationError(message, hint="give positive times of one rank alone")
     quiet = dataclasses.replace(cluster.device, step_overhead_s=0.0, jitter=0.0)
@@ -193,7 +193,7 @@ def calibrated_fabric(
         ConfigurationError: There are fewer than two sizes, or the larger took no longer.
     """
     rise_s = times_s[-1] - times_s[0]
-    if len(sizes_bytes) < 2 or rise_s <= 0:
+    if len(sizes_bytes) < 2 or not rise_s > 0:  # also NaN
         message = f"all-reduces of {list(sizes_bytes)} bytes took {list(times_s)} s"
         raise ConfigurationError(message, hint="measure larger sizes, whose times grow")
     fabric, outer = cluster.fabric, cluster.fabric.tiers[-1]

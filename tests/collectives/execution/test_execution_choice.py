@@ -133,6 +133,7 @@ def test_latency_and_message_cost_are_added():
         ({"max_pieces": "4"}, "max_pieces must be a whole number from 1; got '4'"),
         ({"message_s": float("nan")}, "message_s must be a number, finite and at least 0; got nan"),
         ({"margin": None}, "margin must be"),
+        ({"shared_link_share": 1.5}, r"shared_link_share must be in \(0, 1\]; got 1.5"),
         ({"algorithms": "ring"}, "algorithms must be a mapping"),
         ({"topolgy": None}, "there is no setting 'topolgy'"),
     ],

@@ -100,9 +100,9 @@ def test_what_has_no_price_is_refused():
         with pytest.raises(ConfigurationError, match="no price"):
             price_s(network, **{"kind": "all_gather", "size_bytes": 1.0} | change)
     for fidelity in ("closed_form", "schedule", "simulation"):
-        for algorithm in ("nosuch", "pairwise"):
+        for algorithm, said in (("nosuch", "no algorithm"), ("pairwise", "pairwise does not do")):
             wrong = {"fidelity": fidelity, "algorithm": algorithm}
-            with pytest.raises(ConfigurationError, match=f"no algorithm '{algorithm}'.*bruck"):
+            with pytest.raises(ConfigurationError, match=f"{said}.*bruck"):
                 price_s(network, "all_gather", size_bytes=1.0, **wrong)
         for group in (Group(size=8), Group(size=2, stride=4), Group(size=4, ranks=3)):
             with pytest.raises(ConfigurationError, match="does not fit into 4 ranks"):
@@ -130,6 +130,9 @@ def test_times_of_a_tier_are_numbers(name):
     for wrong in (-1e-6, "1", float("nan"), float("inf")):
         with pytest.raises(ConfigurationError, match=f"{name} of tier 'x' must be a number"):
             Tier(name="x", gpus=8, bandwidth_bytes_per_s=1e9, **{name: wrong})
+        if name != "fill_s":
+            with pytest.raises(ConfigurationError, match=f"{name}.* must be a number"):
+                fabric_from_topology(switch(4), **{name: wrong})
 
 
 @pytest.mark.parametrize("wrong", [0, 2.0, "2", True])

@@ -202,6 +202,22 @@ def available_algorithms(collective: Collective) -> tuple[str, ...]:
     return () if collective.reducing else ("direct",)
 
 
+def algorithm_named(name: str, collective: Collective) -> str:
+    """Return an algorithm's name as the library spells it.
+
+    Raises:
+        ConfigurationError: There is no such algorithm, or it does not do this collective.
+    """
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+    known = available_algorithms(collective)
+    hint = f"for {collective.name} there are: {', '.join(known) or 'none'}"
+    if plain not in _NAMES:
+        raise ConfigurationError(f"there is no algorithm {name!r}", hint=hint)
+    if plain not in known:
+        raise ConfigurationError(f"{plain} does not do {collective.name}", hint=hint)
+    return plain
+
+
 def build_algorithm(
     name: str, collective: Collective, topology: Topology | None = None, **options: Any
 ) -> Schedule:
@@ -247,18 +263,7 @@ def build_algorithm(
         >>> build_algorithm("hierarchical", all_reduce(8), groups=[range(4), range(4, 8)]).num_steps
         8
     """
-    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    known = available_algorithms(collective)
-    listed = ", ".join(known) or "none"
-    if plain not in _NAMES:
-        raise ConfigurationError(
-            f"there is no algorithm {name!r}", hint=f"for {collective.name} there are: {listed}"
-        )
-    if plain not in known:
-        raise ConfigurationError(
-            f"{plain} does not do {collective.name}",
-            hint=f"for {collective.name} there are: {listed}",
-        )
+    plain = algorithm_named(name, collective)
     if topology is not None:
         require_match(collective, topology)
     unknown = sorted(set(options) - set(_OPTIONS.get(plain, ())))

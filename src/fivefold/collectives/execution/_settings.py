@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -93,19 +91,15 @@ class Settings:
                 require_whole(what, getattr(self, what), least=least)
         for what in _TIMES:
             require_number(what, getattr(self, what))
-        margin, share = self.margin, self.shared_link_share
-        if not _is_number(margin) or not 0 <= margin < 1:
-            raise ConfigurationError(f"margin must be in [0, 1); got {margin!r:.40}")
-        if not _is_number(share) or not 0 < share <= 1:
-            raise ConfigurationError(f"shared_link_share must be in (0, 1]; got {share!r:.40}")
+        if require_number("margin", self.margin) >= 1:
+            raise ConfigurationError(f"margin must be in [0, 1); got {self.margin}")
+        share = require_number("shared_link_share", self.shared_link_share, positive=True)
+        if share > 1:
+            raise ConfigurationError(f"shared_link_share must be in (0, 1]; got {share}")
 
     def algorithm_of(self, collective: str) -> str:
         """Return what is asked for one collective."""
         return self.algorithms.get(collective, "auto")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 _current = Settings()
@@ -246,7 +240,8 @@ def register_algorithm(
         The program, checked.
 
     Raises:
-        ConfigurationError: The name is taken by the backend itself, or a size is none.
+        ConfigurationError: The name is taken by the backend itself, or a size is no
+            whole number from 0.
         ProgramError: The program does not compute what it says.
 
     Examples:

@@ -15,7 +15,7 @@ from fivefold.collectives.pricing.phases import (
     phases_time_s,
     tree_switches,
 )
-from fivefold.errors import ConfigurationError, InfeasibleError, require_number, require_one_of
+from fivefold.errors import ConfigurationError, InfeasibleError, require_number
 from fivefold.network.topology import Topology
 
 if TYPE_CHECKING:
@@ -89,7 +89,10 @@ def price_s(
         )
     require_number("size_bytes", size_bytes)
     if algorithm not in (None, "in_network"):  # a clear error, also where none is built
-        _require_algorithm(algorithm, kind)
+        from fivefold.collectives.algorithms import algorithm_named  # noqa: PLC0415 - compiles
+        from fivefold.collectives.schedules import named_collective  # noqa: PLC0415 - compiles
+
+        algorithm_named(algorithm, named_collective(kind, 2))
     who = Group(size=topology.num_ranks) if group is None else group
     ranks = who.size * who.stride if who.ranks is None else who.ranks
     if who.size < 2:
@@ -143,15 +146,6 @@ def _in_network_s(
     names = [topology.nodes[topology.node_of_rank(rank)].name for rank in leaves]
     request = AggregationRequest("sum", dict(tree), names, size_bytes, slots=slots)
     return simulate(topology, [request]).finish_of("sum")
-
-
-def _require_algorithm(algorithm: str, kind: str) -> None:
-    from fivefold.collectives.algorithms import available_algorithms  # noqa: PLC0415 - as above
-    from fivefold.collectives.schedules import named_collective  # noqa: PLC0415 - as above
-
-    plain = "_".join(algorithm.lower().replace("-", " ").split())
-    known = available_algorithms(named_collective(kind, 2))
-    require_one_of(plain, known, f"no algorithm {algorithm!r} does {kind}")
 
 
 def _of_all_groups(topology: Topology, kind: str, group: Group, algorithm: str) -> Schedule:

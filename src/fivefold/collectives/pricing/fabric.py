@@ -214,6 +214,7 @@ def fabric_from_topology(
         >>> [(tier.name, tier.gpus, tier.bandwidth_bytes_per_s) for tier in fabric.tiers]
         [('node', 8, 300000000000.0), ('cluster', 16, 25000000000.0)]
     """
+    require_number("hop_s", hop_s)
     topology.require_connected()
     hosts = ranks_by_host(topology, range(topology.num_ranks))
     sizes = sorted({len(ranks) for ranks in hosts})

@@ -142,7 +142,8 @@ def derive_sketch(
         name: Name of the sketch.
 
     Raises:
-        ConfigurationError: Ranks of collective and topology differ, or the size is none.
+        ConfigurationError: Ranks of collective and topology differ, or ``size_bytes`` is no
+            size.
 
     Examples:
         >>> from fivefold.collectives.schedules import all_gather
