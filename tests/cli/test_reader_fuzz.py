@@ -22,9 +22,7 @@ from hypothesis import strategies as st
 
 import fivefold.cli._main as entry
 from fivefold.errors import FivefoldError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fuzz import mutated, mutated_line
+from helpers.fuzz import mutated, mutated_line
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Parts whose cases take tenths of a second draw a fifth of what the profile says, except at night.

@@ -14,9 +14,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from outer_world import OF_GRADIENTS, RULES
 
 from fivefold.optim import OuterSync, StabilityWarning, _flat
+from helpers.outer_world import OF_GRADIENTS, RULES
 
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
 SIZES = (4099, 17, 70_001, 1, 301)  # odd: the last elements of each are not in a vector

@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +9,7 @@ import torch
 from fivefold.optim import CO2, DelayCorrected, StreamingDiLoCo, TopKCodec
 from fivefold.testing import run_processes
 from helpers.night import by_night
-
-sys.path.insert(0, str(Path(__file__).parent))
-from outer_world import Worker
+from helpers.outer_world import Worker
 
 pytestmark = [
     pytest.mark.distributed,

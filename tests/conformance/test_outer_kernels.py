@@ -37,10 +37,11 @@ PROCESSORS = {
 @pytest.mark.distributed
 def test_ranks_with_different_kernels_have_the_same_bits():
     port = str(free_port())
+    path = os.pathsep.join([str(RANK.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     ranks = [
         subprocess.Popen(
             [sys.executable, RANK, str(rank), str(len(PROCESSORS)), port],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **settings},
+            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", **settings},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,17 +2,13 @@
 
 import dataclasses
 import queue
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from fivefold.optim import CO2, AutoTau, OuterSync
 from fivefold.testing import run_world
-
-sys.path.insert(0, str(Path(__file__).parent))
-from outer_world import (
+from helpers.outer_world import (
     SURVIVES_LOSSES,
     Counter,
     Lossy,

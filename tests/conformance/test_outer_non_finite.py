@@ -4,8 +4,6 @@ import dataclasses
 import logging
 import math
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from fivefold.errors import NonFiniteError
 from fivefold.optim import CO2, OuterSync
 from fivefold.testing import run_processes, run_world
-
-sys.path.insert(0, str(Path(__file__).parent))
-from outer_world import OF_GRADIENTS, RULES, Counter, Lossy, Worker, all_equal
+from helpers.outer_world import OF_GRADIENTS, RULES, Counter, Lossy, Worker, all_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -4,8 +4,6 @@ import copy
 import dataclasses
 import io
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,10 +21,7 @@ from fivefold.optim import (
     _flat,
 )
 from fivefold.testing import run_world
-from oracles.outer_updates import reference_run
-
-sys.path.insert(0, str(Path(__file__).parent))
-from outer_world import (
+from helpers.outer_world import (
     OF_GRADIENTS,
     RULES,
     SURVIVES_LOSSES,
@@ -40,6 +35,7 @@ from outer_world import (
     all_equal,
     trained,
 )
+from oracles.outer_updates import reference_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +18,7 @@ from fivefold.optim import (
     _fragment,
 )
 from fivefold.testing import run_world
-
-sys.path.insert(0, str(Path(__file__).parent))
-from outer_world import Clock, Timed, Worker, all_equal
+from helpers.outer_world import Clock, Timed, Worker, all_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
 STEP_S = 0.125  # sums of such numbers are exact

@@ -8,8 +8,8 @@ import io
 
 import pytest
 import torch
-
 from conformance.outer_world import RULES
+
 from fivefold import optim
 from fivefold.optim import OuterSync
 from fivefold.testing import run_processes

@@ -1,8 +1,6 @@
 """What the statistics say should be changed, from times that are known."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from fivefold.optim import (
     _fragment,
 )
 from fivefold.testing import run_world
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-from outer_world import Clock, Timed
+from helpers.outer_world import Clock, Timed
 
 MEASURED = SyncStatistics(
     steps=1000, rounds=125, merged_rounds=124, payload_bytes=2 * 10**9, sent_bytes=10**9,

@@ -8,10 +8,8 @@ arrive at the engine's anchor.
 import math
 import os
 import signal
-import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +19,7 @@ pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elasti
 
 from fivefold import optim
 from fivefold.errors import ConfigurationError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from elastic_world import World
+from helpers.elastic_world import World
 
 pytestmark = pytest.mark.distributed
 

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,7 @@ pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elasti
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
 from fivefold.optim import _elastic_services
 from fivefold.optim._elastic import LeftBehindError, elastic_transport
-
-sys.path.insert(0, str(Path(__file__).parent))
-from elastic_world import World
+from helpers.elastic_world import World
 
 pytestmark = pytest.mark.distributed
 

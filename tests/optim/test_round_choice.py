@@ -2,9 +2,7 @@
 
 import copy
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +17,7 @@ from fivefold.optim._round_choice import MessageTimes, choose_round
 from fivefold.optim.auto_tau import TauController
 from fivefold.optim.transport import ProcessGroupTransport
 from fivefold.testing import run_processes, run_world
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-from outer_world import Clock, Timed, all_equal
+from helpers.outer_world import Clock, Timed, all_equal
 
 CODECS = ("fp32", "int8", "int4")
 

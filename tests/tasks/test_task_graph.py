@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 from hypothesis import given
-from task_graphs import compute, graphs, send
 
 from fivefold.errors import ConfigurationError
 from fivefold.tasks import LayerCost, TaskGraph, iteration_graph
+from helpers.task_graphs import compute, graphs, send
 
 
 def longest_chain(graph):

@@ -6,7 +6,6 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from task_graphs import compute, earliest_end_s, graphs, send
 
 from fivefold.errors import ConfigurationError
 from fivefold.tasks import (
@@ -16,6 +15,7 @@ from fivefold.tasks import (
     iteration_graph,
     schedule_tasks,
 )
+from helpers.task_graphs import compute, earliest_end_s, graphs, send
 
 ORDERINGS = ("fifo", "priority", "all_to_all_first", "critical_path")
 

@@ -1,8 +1,5 @@
 """Forked ranks that train on a small graph and can be killed."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,11 +13,8 @@ from fivefold.gnn.training.config import (
     SamplingConfig,
     ValidationConfig,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from training_graphs import Disk, make_dataset
-
 from helpers.forked_ranks import forked_worlds
+from helpers.training_graphs import Disk, make_dataset
 
 PRELOADED = (_loop, torch._dynamo)  # loaded before the forks, not in each of them
 

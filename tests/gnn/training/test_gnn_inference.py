@@ -3,16 +3,11 @@
 import os
 import random
 import signal
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from training_graphs import Disk, edge_index, make_dataset
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, UnsupportedError
 from fivefold.gnn.storage import Container
@@ -25,6 +20,7 @@ from fivefold.gnn.training._inference_layers import (
     take_apart,
 )
 from fivefold.gnn.training.models import make_model
+from helpers.training_graphs import Disk, edge_index, make_dataset
 
 MODELS = ["sage", "gat", "gcn"]
 

@@ -1,8 +1,6 @@
 """Inference out of core with PyTorch Geometric's own models equals their forward pass."""
 
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +10,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it uses what newer torch deprecates
     from torch_geometric import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from training_graphs import Disk, edge_index, make_dataset
-
 from fivefold.errors import UnsupportedError
 from fivefold.gnn.storage import Container
 from fivefold.gnn.training import infer_layers
+from helpers.training_graphs import Disk, edge_index, make_dataset
 
 
 @pytest.mark.parametrize(

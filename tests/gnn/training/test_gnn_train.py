@@ -1,22 +1,18 @@
 """The trainer in all modes: what it makes, what it reaches, what it writes."""
 
 import json
-import sys
 import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from training_graphs import make_dataset, relabel
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.data import Dataset, array_source, ingest
 from fivefold.gnn.training import _loop, infer_run, load_gnn_config, train_graph
 from fivefold.gnn.training._infer_run import load_model
 from fivefold.runs import format_toml
+from helpers.training_graphs import make_dataset, relabel
 
 
 def events(config, kind=None):

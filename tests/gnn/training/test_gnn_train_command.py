@@ -1,13 +1,10 @@
 """The commands: what goes to which stream, exit codes, the whole way from a TOML file."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from fivefold.cli._gnn import app
 from fivefold.errors import ConfigurationError, DataError

@@ -1,14 +1,10 @@
 """What cannot end well is refused before hours of work, in the words of the configuration."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from training_graphs import Disk
 
 from fivefold.codesign import explain_run
 from fivefold.errors import CheckpointError, DataError, InfeasibleError
@@ -18,6 +14,7 @@ from fivefold.runs import format_toml
 from fivefold.runs.checkpoints import find_checkpoint
 from fivefold.train import TrainConfig
 from fivefold.train._loop import describe_run
+from helpers.training_graphs import Disk
 
 
 def test_another_run_in_the_folder_is_refused_before_sampling_and_packing(make_config, tmp_path):

@@ -2,9 +2,7 @@
 
 import json
 import signal
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ with warnings.catch_warnings():  # of deprecations in torch, on import
     from torch_geometric.data import HeteroData
     from torch_geometric.nn import HeteroConv, SAGEConv
 
-sys.path.insert(0, str(Path(__file__).parent))
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError
 from fivefold.gnn.data import HeteroDataset, ingest, pyg_source
