@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null) README.md LICENSE
 
-.PHONY: help setup demo test test-nightly checks lint tests docs dev clean
+.PHONY: help setup demo test test-changed test-nightly lint tests docs dev clean
 
 help:
 	@echo "make setup   make .venv with everything in it; then: . .venv/bin/activate"
 	@echo "make demo    set up, profile a slow link, plan, train with DDP and as recommended, report"
-	@echo "make test    set up, lint, check types, build the docs, run all tests"
+	@echo "make test    set up, lint, check types, build the docs, run the tests of every change"
+	@echo "make test-changed  the tests of what git says was changed (SINCE=main: since then)"
 	@echo "make test-nightly  all tests, the long ones too, with many new random cases: hours"
 	@echo "make dev     as set-up, but with the package installed in editable form"
 	@echo "make docs    build the pages and the reference into build/site; warnings are errors"
@@ -34,38 +35,33 @@ $(VENV)/.wheel: $(VENV)/.dependencies $(SOURCES)
 demo: setup
 	@$(BIN)/fivefold demo
 
-test: checks tests
-
-checks: setup
-	@$(MAKE) --no-print-directory -j 2 lint docs
+# Side by side, all of it whatever the first finds.
+test: setup
+	@$(MAKE) --no-print-directory --keep-going -j 3 lint docs tests
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Three parts, all run whatever the first finds: most tests side by side, then two at a time those
-# that mostly wait (marker `in_pairs`), then one by one those that must not be disturbed (`alone`).
-# Plain `pytest` runs everything one by one. What pytest compiles is kept for the later parts, also
-# where Python is told to keep nothing.
-tests: export PYTHONDONTWRITEBYTECODE =
+# What pytest compiles is kept for the next run, also where Python is told to keep nothing.
+tests test-changed test-nightly: export PYTHONDONTWRITEBYTECODE =
 tests: setup
-	@failed=0; set -x; \
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not in_pairs and not nightly" || failed=1; \
-	$(BIN)/pytest -n 2 --dist loadfile -m "in_pairs and not nightly" || failed=1; \
-	$(BIN)/pytest -m "alone and not nightly" || failed=1; \
-	exit $$failed
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not nightly"
 
-# Everything, with a thousand new examples for each property, then with the kernels of other
-# processors: hours, before a release.
+# The tests of what was changed, in about a minute: from git, the imports, and what tests take.
+test-changed: $(VENV)/.dependencies
+	@PYTHONPATH=src $(BIN)/python tools/changed_tests.py $(if $(SINCE),--since $(SINCE)) --run -n $(WORKERS)
+
+# Everything, with a thousand new examples for each property; then, one by one, what must not be
+# disturbed (marker `alone`); then with the kernels of other processors: hours, before a release.
 test-nightly: setup
 	@failed=0; set -x; \
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not in_pairs" --hypothesis-profile=nightly --timeout 7200 || failed=1; \
-	$(BIN)/pytest -n 2 --dist loadfile -m in_pairs --hypothesis-profile=nightly --timeout 7200 || failed=1; \
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone" --hypothesis-profile=nightly --timeout 7200 || failed=1; \
 	$(BIN)/pytest -m alone --hypothesis-profile=nightly --timeout 7200 || failed=1; \
 	for kernels in "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41" \
 	  "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2"; do \
-	  env $$kernels $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not in_pairs and not nightly" || failed=1; \
+	  env $$kernels $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not nightly" || failed=1; \
 	done; \
 	exit $$failed
 

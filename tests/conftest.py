@@ -8,6 +8,8 @@ import signal
 import pytest
 from hypothesis import settings
 
+from helpers.durations import COLLECTED, Meter, leave_to_the_night
+
 # The same examples in every run, so that a change is judged by what it changes. For new ones run
 # make test-nightly (or pytest --hypothesis-profile=nightly), and give what is found a test of its
 # own. A property takes its number of examples from the profile.
@@ -22,7 +24,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
 
-def pytest_configure():
+def pytest_configure(config):
+    if rows := os.environ.get("FIVEFOLD_MEASURE_TESTS"):
+        config.pluginmanager.register(Meter(rows))
     # Or each fork would walk through, and so copy, all that pytest has loaded.
     os.register_at_fork(after_in_child=gc.freeze)
     # A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests of
@@ -40,34 +44,20 @@ def pytest_make_parametrize_id(config, val, argname):  # noqa: ARG001 - pytest's
     return None
 
 
-APART = {
-    "alone": re.compile(r"\bmark\.(alone|lab)\b"),
-    "in_pairs": re.compile(r"\bmark\.in_pairs\b"),
-}
-
-
-def pytest_ignore_collect(collection_path, config):
-    # What runs apart stands in a tenth of the files; to import the others takes most of a minute.
-    wanted = APART.get(config.option.markexpr.partition(" ")[0])
-    if wanted is not None and collection_path.match("test_*.py"):
-        return True if not wanted.search(collection_path.read_text()) else None
-    return None
-
-
-# Each sets up for a minute or more: begun last, they would keep one worker when others are done.
+# Each sets up for longer than others take: begun last, they would keep one worker when others are
+# done.
 LONG = {"test_moe_offline.py", "test_moe_exchange.py", "test_backward_kernel.py"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     bad = [item.nodeid for item in items if not (item.name.isprintable() and len(item.name) < 120)]
     if bad:
         message = f"{len(bad)} names of tests are not printable or have 120 characters or more"
         raise pytest.UsageError(f"{message}, {bad[0]!a} among them: give the parameters ids=")
     items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
-        if item.get_closest_marker("lab"):
-            item.add_marker("alone")
-        for name, says in APART.items():
-            if item.get_closest_marker(name) and not says.search(item.path.read_text()):
-                raise pytest.UsageError(f"{item.nodeid} runs {name}, and its file does not say so")
+        if item.get_closest_marker("alone"):
+            item.add_marker("nightly")
+    leave_to_the_night(items)
+    config.stash[COLLECTED] = list(items)

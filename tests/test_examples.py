@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.forked_programs import Forker
+from helpers.night import by_night
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -20,6 +21,8 @@ ALONE = [
     "gnn_pyg_model.py",
     "gnn_from_toml.py",
 ]
+# Their imports take seconds, or they train for seconds; what they show has tests by day.
+FOR_THE_NIGHT = ["lab_two_hosts.py", "fsdp2_co2.py", "collectives_backend.py", "gnn_pyg_model.py"]
 FRESH = "moe_expert_parallel.py"
 ELASTIC = "elastic_co2.py"
 ON_TWO_RANKS = [
@@ -63,19 +66,18 @@ def test_every_example_is_run_by_this_file():
     assert found == {*ALONE, FRESH, *ON_TWO_RANKS, ELASTIC}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", by_night(ALONE, FOR_THE_NIGHT))
 def test_example(name, run):
     assert run(name).strip()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_example_in_a_fresh_process(tmp_path):
     """It sets what triton reads when it is imported."""
     assert output_of([sys.executable, str(EXAMPLES / FRESH)], tmp_path).strip()
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_elastic_example_ends_with_equal_workers(run):
     pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elastic])")
@@ -87,7 +89,6 @@ def test_elastic_example_ends_with_equal_workers(run):
     assert len(set(checksums.values())) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_plain_loop_ends_with_equal_replicas(run_ranks):
     checksums = re.findall(r"rank [01]: checksum (\S+),", run_ranks("co2_plain_loop.py"))
@@ -95,7 +96,7 @@ def test_plain_loop_ends_with_equal_replicas(run_ranks):
     assert checksums[0] == checksums[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_hugging_face_style_loop_resumes_to_the_same_bits(run_ranks):
     output = run_ranks("hf_style_loop.py")
@@ -106,7 +107,7 @@ def test_hugging_face_style_loop_resumes_to_the_same_bits(run_ranks):
     assert losses[0] == losses[1] < 1.0  # a uniform guess has log(32) = 3.47
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_hugging_face_trainer_resumes_to_the_same_bits(run_ranks):
     pytest.importorskip("accelerate", reason="accelerate is not installed (fivefold[hf])")
@@ -117,7 +118,7 @@ def test_hugging_face_trainer_resumes_to_the_same_bits(run_ranks):
     assert float(ends[0][0]) < 1.8  # a uniform guess has log(16) = 2.77
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_lightning_resumes_to_the_same_bits(run_ranks):
     pytest.importorskip("pytorch_lightning", reason="no Lightning here (fivefold[lightning])")
@@ -126,7 +127,6 @@ def test_lightning_resumes_to_the_same_bits(run_ranks):
     assert float(re.search(r"validation loss (\S+), replicas equal", output)[1]) < 0.5
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_ddp_learns(run_ranks):
     """Torch alone: destroying its groups may hang, or abort the process (pytorch, pull 179291)."""
@@ -134,7 +134,7 @@ def test_ddp_learns(run_ranks):
     assert float(re.search(r"loss (\S+)", output)[1]) < 0.95  # a guess of 0 has 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_readme_example_under_torchrun(tmp_path):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import fivefold
+from helpers.durations import COLLECTED, DAY_S, SLOW_S, known_cases, known_files
 
 PACKAGE = Path(fivefold.__file__).parent
 ROOMS = [
@@ -382,3 +383,19 @@ def test_every_process_collects_the_same_tests(tmp_path):
     assert here.returncode == later.returncode == 0
     assert len(names[0]) > 1000
     assert names[0] == names[1]
+
+
+def test_what_every_change_waits_for_is_short(request):
+    """A case by day takes a second, an exception five; measured by tools/measure_tests.py."""
+    by_day = [
+        item for item in request.config.stash[COLLECTED] if not item.get_closest_marker("nightly")
+    ]
+    took_s = known_cases()
+    exceptions = {item.nodeid for item in by_day if item.get_closest_marker("slow")}
+    limits_s = {item.nodeid: DAY_S for item in by_day} | dict.fromkeys(exceptions, SLOW_S)
+    limits_s |= {name: SLOW_S for name in took_s if "::fixture " in name}
+    long = {name: took_s[name] for name, s in limits_s.items() if took_s.get(name, 0.0) > s}
+    assert not long, "mark what takes longer nightly, and leave something quicker of its kind"
+    known = known_files()
+    new = {path for item in by_day if (path := item.nodeid.partition("::")[0]) not in known}
+    assert len(new) < 30, f"measure them: python tools/measure_tests.py {' '.join(sorted(new))}"

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
+from helpers.night import by_day
 
 batches_of_small_ids = st.lists(
     st.lists(st.integers(0, 6), unique=True, max_size=5), min_size=0, max_size=6
@@ -43,6 +44,7 @@ def fewest_misses(batches, initial, num_slots):
     return min(states.values())
 
 
+@by_day(20)
 @given(batches=batches_of_small_ids, num_slots=st.integers(0, 5))
 def test_no_other_cache_has_fewer_misses(batches, num_slots):
     arrays = [np.array(ids, np.int64) for ids in batches]

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, StorageError
 from fivefold.gnn.sampling import Adjacency
+from helpers.night import number_of
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=number_of(15, 1000), deadline=None)
 @given(row_bytes=st.integers(1, 13_000), pages=st.integers(0, 2), seed=st.integers(0, 999))
 def test_page_reads_give_the_rows_and_whole_pages_alone(row_bytes, pages, seed, tmp_path_factory):
     draw = np.random.default_rng(seed)

@@ -214,9 +214,8 @@ def run_peers():
     return 0
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_two_hosts_run_every_measurement_without_a_peer(tmp_path, monkeypatch):
     problem = {"steps": 8, "seed": 0, "lr": 4e-3}
     jobs = [

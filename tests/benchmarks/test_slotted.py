@@ -72,6 +72,7 @@ def test_dgx2_two_boxes_take_31_epochs():
     assert 0.00775 <= schedule.ends_s.max() <= 0.00775 + 1e-5
 
 
+@pytest.mark.slow
 def test_the_torus_needs_4_link_times_where_greedy_matching_takes_5():
     topology = torus((4, 4), bandwidth=1e9, latency=0)
     result = slotted(schedules.all_gather(16), topology, size_bytes=16e9)

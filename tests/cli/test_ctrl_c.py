@@ -144,6 +144,7 @@ def test_a_command_is_interrupted(shell, place, unit_s, words, units):
     assert left <= {".lock", "labels.fvf", "features.fvf.partial"}
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_plans_made_by_several_processes_are_interrupted(shell):
@@ -154,6 +155,7 @@ def test_plans_made_by_several_processes_are_interrupted(shell):
     assert "Traceback" not in said
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_what_was_interrupted_is_done_by_the_same_command(shell, place):

@@ -19,6 +19,7 @@ def checks(environment=None):
     return {check["name"]: check for check in json.loads(done.stdout)}
 
 
+@pytest.mark.nightly
 def test_doctor_agrees_with_the_machine(tmp_path):
     found = checks()
     assert found["processor"]["found"].startswith(f"{len(os.sched_getaffinity(0))} cores")

@@ -101,6 +101,7 @@ validation_batches = 1
 STUBS = {"scontrol": "echo localhost", "srun": 'shift; echo "$@" >&2; exec "$@"'}
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_the_slurm_script_runs_on_one_node(shell, tmp_path):
     code, out, _ = shell("new", "first", "--for", "network", "--launcher", "slurm")

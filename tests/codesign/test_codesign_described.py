@@ -209,6 +209,7 @@ def test_tensor_groups_stay_inside_hosts():
         assert len({two.host_of(rank) for rank in group}) == 1
 
 
+@pytest.mark.slow
 def test_layers_below_may_change_layer_1s_choice():
     """Nominal links are fast, the real ones slow: what sends less between hosts wins."""
     topology = hosts()
@@ -316,6 +317,7 @@ def test_a_disconnected_cluster_is_refused(tmp_path):
         load(tmp_path, JOBS, whole.with_links(whole.links[:2]))
 
 
+@pytest.mark.nightly
 def test_simulate_says_how_a_model_is_split(tmp_path):
     path = tmp_path / "jobs.toml"
     path.write_text(JOBS)

@@ -131,6 +131,7 @@ def test_the_lab_is_told_classes_sums_and_paths():
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_a_plan_takes_about_as_long_as_predicted(tmp_path):
     """One job of two hosts: 0.3 s of sleep and 2.5 MB each way at 12.5 MB/s, 0.2 s."""
@@ -191,6 +192,7 @@ def sized(name, ranks, compute_s, size_bytes):
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_bytes_go_along_the_planned_ring_in_its_direction(tmp_path):
     """Three hosts, 1.5 MB: 2 MB per edge, 0.16 s the fast way round; 1.6 s the other."""
@@ -203,6 +205,7 @@ def test_bytes_go_along_the_planned_ring_in_its_direction(tmp_path):
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_classes_and_sums_together_take_about_the_predicted_time(tmp_path):
     """`a` is aggregated at the spine and first on the uplinks; `b` has what `a` leaves."""

@@ -22,6 +22,7 @@ from fivefold.strategy import (
 )
 from fivefold.strategy.cluster import reached_tiers
 from fivefold.strategy.parts import MixtureOfExperts
+from helpers.night import by_day
 
 BASE = load_cluster("h100-nemo")
 LARGE = dataclasses.replace(BASE.device, memory_bytes=1e15)
@@ -84,6 +85,7 @@ def cases(draw, *, calm):
     return network(hosts, gpus, draw(st.sampled_from([3e8, 3e9, 2e10]))), plan
 
 
+@by_day(15)
 @given(cases(calm=True))
 def test_a_plan_takes_as_long_alone_as_layer_1_says(case):
     """Within 5 %: layer 1 adds up what the simulation may run side by side.
@@ -94,6 +96,7 @@ def test_a_plan_takes_as_long_alone_as_layer_1_says(case):
     assert simulated_s(*case) == pytest.approx(planned_s(*case), rel=0.05)
 
 
+@by_day(15)
 @given(cases(calm=False))
 def test_beside_compute_messages_may_only_be_in_one_another_s_way(case):
     """Layer 1 prices each axis by itself: what shares a link in truth takes longer, never less."""
@@ -130,6 +133,7 @@ def test_a_node_that_is_not_full_has_the_links_of_its_gpus(gpus):
     assert simulated_s(where.graph(), plan, where=where) == pytest.approx(known_s, rel=0.01)
 
 
+@by_day(12)
 @given(cases(calm=False), st.sampled_from([0.9, 0.1, 1e-3]))
 def test_no_simulated_plan_gets_faster_on_a_slower_network(case, factor):
     topology, plan = case
@@ -147,6 +151,7 @@ def test_no_simulated_plan_gets_faster_on_a_slower_network(case, factor):
     assert simulated_s(slower, plan) >= simulated_s(same, plan) * bound
 
 
+@by_day(12)
 @given(cases(calm=False), st.randoms(use_true_random=False))
 def test_other_hosts_of_the_same_kind_change_nothing(case, random):
     topology, plan = case

@@ -18,7 +18,7 @@ from fivefold.cli._codesign import _watched
 from fivefold.errors import CommunicationError
 
 distributed = pytest.importorskip("distributed")
-pytestmark = [pytest.mark.distributed, pytest.mark.in_pairs]
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 # The command line, except that it waits for a lost cluster no longer than it takes to notice.
 IMPATIENT = """

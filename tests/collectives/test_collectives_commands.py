@@ -74,6 +74,7 @@ def test_pictures(run, tmp_path):
     assert (tmp_path / "loads.svg").read_text().lstrip().startswith("<?xml")
 
 
+@pytest.mark.nightly
 def test_a_report_is_complete_in_itself(run, tmp_path):
     words = ("all_gather", "torus:3x3", "--bandwidth", "25 GB/s", "--latency", "1 us")
     more = ("--size", "100MB", "--method", "matching", "--report", "page.html", "--json")
@@ -179,6 +180,7 @@ def test_without_a_lower_bound_nothing_is_said_to_meet_it(run, tmp_path):
 SKETCH = 'name = "one way out"\nboxes = 2\n[connections]\n0 = [1]\n'
 
 
+@pytest.mark.nightly
 def test_a_sketch_decides_who_sends_between_boxes(run, tmp_path):
     (tmp_path / "sketch.toml").write_text(SKETCH)
     words = ("all_gather", "ndv2:2", "--sketch", "sketch.toml", "--time-limit", "5s")

@@ -34,6 +34,7 @@ PROCESSORS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_ranks_with_different_kernels_have_the_same_bits():
     port = str(free_port())

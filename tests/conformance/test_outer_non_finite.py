@@ -163,6 +163,7 @@ def test_an_outlying_step_on_one_rank_stays_there(name, caplog):
     assert "rank 1's is " in told.pop()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_codecs_leave_an_outlying_rank_out():
     cases = [
@@ -182,6 +183,7 @@ def test_codecs_leave_an_outlying_rank_out():
         assert ours[1] == theirs[1] == 1, case
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_codecs_leave_a_bad_rank_out():
     cases = [

@@ -52,6 +52,7 @@ def run_rounds(worker, clock, rounds, *, step_s, seen):
             seen.append(worker.sync.statistics().tau)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", HIDES.values(), ids=HIDES)
 def test_tau_follows_the_link_on_all_ranks_alike_and_is_logged(rule, clock, caplog):
     def all_reduce_s(number):
@@ -83,6 +84,7 @@ FRAGMENTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", FRAGMENTED.values(), ids=FRAGMENTED)
 def test_with_fragments_the_delay_follows_the_slowest_of_them(rule, clock):
     """Every second message is slow; tau is the delay that hides it, times the fragments."""

@@ -21,6 +21,7 @@ from fivefold.flows import (
 )
 from fivefold.flows.routing import RoutePolicy
 from fivefold.network.topology import Link, Node, Topology, line, parse_topology, switch
+from helpers.night import number_of
 
 
 def two_spines(hosts_per_leaf=2, bandwidth_bytes_per_s=1e9):
@@ -175,7 +176,7 @@ def clusters_and_jobs(draw):
     return topology, kinds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=number_of(15, 1000), deadline=None)
 @given(clusters_and_jobs(), st.permutations("abcdefg"), st.sampled_from(get_args(RoutePolicy)))
 def test_nothing_depends_on_what_jobs_are_called(cluster, names, policy):
     topology, kinds = cluster

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fivefold.errors import ConfigurationError
 from fivefold.flows import FlowDemand, JobTraffic, route_flows, time_shifts
 from fivefold.network.topology import Link, Node, Topology, switch
+from helpers.night import number_of
 
 
 def job(name, compute_s, seconds, source=0, target=1):
@@ -68,7 +69,7 @@ def test_a_period_and_its_double_share_a_circle():
     assert score(routing, found.shift_s) == pytest.approx(1.0, abs=2e-3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=number_of(7, 1000), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), min_size=2, max_size=3))
 def test_the_score_is_that_of_continuous_time(kinds):
     jobs = [job(f"j{n}", c / 4, m / 4) for n, (c, m) in enumerate(kinds)]

@@ -38,6 +38,7 @@ from fivefold.gnn.training.config import (
     RunConfig,
     SamplingConfig,
 )
+from helpers.night import by_day
 
 NOT_READ_BACK = {"lock", ".lock", "plan.txt", "metrics.jsonl"}
 NOT_READ_BACK |= {"manifest.json", "result.json", "inference.json"}
@@ -263,6 +264,7 @@ def check(prepared, path, kind, share):
 KINDS = ("flip", "flip", "cut", "swap", "longer", "zeros")
 
 
+@by_day(30)
 @given(data=st.data())
 def test_no_change_of_any_file_gives_something_else(data, prepared):
     path = data.draw(st.sampled_from(prepared[2]), label="file")

@@ -21,8 +21,7 @@ def commands_of(page, start=""):
     return [shlex.split(line[2:], comments=True) for line in block.splitlines() if line[:2] == "$ "]
 
 
-@pytest.mark.slow
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_the_quick_start_runs_as_printed(tmp_path, monkeypatch, capsys):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
@@ -39,8 +38,7 @@ def test_the_quick_start_runs_as_printed(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs/gnn/report.html").is_file()
 
 
-@pytest.mark.slow
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_graphs_of_several_types_are_trained_as_printed(tmp_path, monkeypatch, capsys):
     heading = "### Several types of nodes and edges"
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

@@ -1,4 +1,4 @@
-"""Cases of a parametrized test that are for the night, where quicker ones of the same remain."""
+"""What is for the night, where less of the same kind remains by day."""
 
 import pytest
 from hypothesis import settings
@@ -19,3 +19,8 @@ def by_night(values, chosen):
 def number_of(usual, nightly):
     """Return how often something is repeated: less by day than in ``make test-nightly``."""
     return nightly if settings().max_examples > 50 else usual
+
+
+def by_day(examples):
+    """Let a property whose examples take long have fewer of them by day."""
+    return settings(max_examples=number_of(examples, settings().max_examples))

@@ -207,6 +207,7 @@ elif not marks:
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.usefixtures("classes_work")
 @pytest.mark.parametrize("how", ["hosts", "marks"])
 def test_the_more_urgent_class_gets_the_link(tmp_path, how):

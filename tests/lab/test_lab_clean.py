@@ -12,8 +12,6 @@ from fivefold.errors import UnsupportedError
 from fivefold.lab import clean_lab
 from fivefold.lab._state import ProcessId, make_run_folder, runtime_folder, write_state
 
-pytestmark = pytest.mark.alone
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path

@@ -9,7 +9,7 @@ import pytest
 
 from fivefold.lab import LabResult, LabSpec, run_lab
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.alone]
 
 _MEET = """
 import json, os, socket, time

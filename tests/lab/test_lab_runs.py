@@ -23,8 +23,6 @@ from fivefold.lab import LabSpec, run_lab
 from fivefold.lab import _run as run_module
 from fivefold.lab.capabilities import Capabilities, Capability
 
-pytestmark = pytest.mark.alone
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 

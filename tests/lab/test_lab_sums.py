@@ -209,6 +209,7 @@ print(json.dumps(told))
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.usefixtures("bridge_works")
 @pytest.mark.parametrize("how", ["stay", "kill"])
 def test_the_switch_itself_sums_and_where_it_dies_the_hosts_do(tmp_path, how):
@@ -230,6 +231,7 @@ def test_the_switch_itself_sums_and_where_it_dies_the_hosts_do(tmp_path, how):
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.usefixtures("bridge_works")
 def test_a_bridge_sums_too_and_bad_options_end_the_run(tmp_path):
     spec = LabSpec(hosts=2, rate="80Mbit/s", aggregators={"switch": {"slot_bytes": "7B"}})

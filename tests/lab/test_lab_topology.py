@@ -121,6 +121,7 @@ else:
 
 
 @pytest.mark.lab
+@pytest.mark.alone
 @pytest.mark.usefixtures("bridge_works")
 def test_the_slowest_link_on_the_way_is_what_one_gets(tmp_path):
     # host0 - 1 MB/s - host1 - 4 MB/s - host2: host1 passes on what host0 sends to host2.

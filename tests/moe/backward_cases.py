@@ -1,15 +1,12 @@
 # ruff: noqa: E402 - the environment is looked at first
 """The backward's kernels in Triton's CPU interpreter: a child of ``test_backward_kernel``.
 
-Prints one line of JSON per case: its name, and either the worst relative error of any gradient
-against float64 autograd of one token and one expert at a time, or what happened.
+Prints one line of JSON for each case that it is asked for: its name, and either the worst relative
+error of any gradient against float64 autograd of one token and one expert at a time, or what
+happened.
 """
 
-import json
 import os
-import sys
-import time
-import traceback
 import warnings
 
 assert os.environ["TRITON_INTERPRET"] == "1"
@@ -18,6 +15,7 @@ import torch
 
 from fivefold.moe import ACTIVATIONS, fused_moe
 from fivefold.moe.kernels.launch import backward_fused, forward_fused, forward_split
+from oracles.children import run_cases
 from oracles.experts import expected, operands
 from oracles.interpreter import hurry
 
@@ -278,18 +276,7 @@ def gradients_are_those_of_the_kernels_own_forward():
     return {"holds": torch.autograd.gradcheck(output, (x, w13, w2, *others), **close)}
 
 
-def main():
+if __name__ == "__main__":
     torch.empty = poisoned
     torch.empty_like = lambda like, **_options: poisoned(like.shape, dtype=like.dtype)
-    for name, function in CASES.items():
-        began = time.process_time()
-        try:
-            result = function()
-        except Exception:  # noqa: BLE001 - the parent shows it
-            result = {"failed": traceback.format_exc()}
-        result |= {"case": name, "cpu_s": round(time.process_time() - began, 2)}
-        sys.stdout.write(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    run_cases(CASES)

@@ -4,11 +4,7 @@
 Prints one line of JSON per case. The interpreter has to be chosen before triton is imported.
 """
 
-import json
 import os
-import sys
-import time
-import traceback
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 
@@ -30,6 +26,7 @@ from fivefold.moe import (
 from fivefold.moe.kernels.launch import forward_fused
 from fivefold.moe.kernels.sync import QUEUES
 from fivefold.moe.parallel._config import heap_layout
+from oracles.children import run_cases
 from oracles.experts import expected, operands, relative
 from oracles.interpreter import hurry
 
@@ -432,20 +429,7 @@ def refusal(call):
     return "nothing"
 
 
-def main():
+if __name__ == "__main__":
     torch.empty_like = poisoned  # an output starts as NaN
     CASES.update(GROUP_CASES)
-    wanted = sys.argv[1:] or CASES
-    for name in wanted:
-        began = time.process_time()
-        try:
-            result = CASES[name]()
-        except Exception:  # noqa: BLE001 - the parent shows it
-            result = {"failed": traceback.format_exc()}
-        result |= {"case": name, "cpu_s": round(time.process_time() - began, 2)}
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    run_cases(CASES)

@@ -1,15 +1,12 @@
 # ruff: noqa: E402 - the environment is looked at first
 """The kernel in Triton's CPU interpreter: a child process of ``test_fused_kernel``, started once.
 
-Prints one line of JSON per case: its name, and either the error against float64 or what happened.
+Prints one line of JSON for each case that it is asked for: its name, and either the error against
+float64 or what happened.
 The interpreter has to be chosen before triton is imported, hence a process of its own.
 """
 
-import json
 import os
-import sys
-import time
-import traceback
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 
@@ -23,6 +20,7 @@ from fivefold.moe.kernels._products import to_tf32
 from fivefold.moe.kernels.arguments import sizes_for, tiles_for
 from fivefold.moe.kernels.launch import forward_fused, forward_split
 from fivefold.moe.kernels.sync import COUNTED, QUEUES
+from oracles.children import run_cases
 from oracles.experts import cancelling, expected, operands, relative
 from oracles.interpreter import hurry
 
@@ -273,17 +271,6 @@ def as_the_operator_with_gradients():
     return {"holds": all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)}
 
 
-def main():
-    torch.empty_like = poisoned  # an output starts as NaN
-    for name, function in CASES.items():
-        began = time.process_time()
-        try:
-            result = function()
-        except Exception:  # noqa: BLE001 - the parent shows it
-            result = {"failed": traceback.format_exc()}
-        result |= {"case": name, "cpu_s": round(time.process_time() - began, 2)}
-        sys.stdout.write(json.dumps(result) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    torch.empty_like = poisoned  # an output starts as NaN
+    run_cases(CASES)

@@ -80,7 +80,6 @@ def tokens_of(size):
     return [torch.randn(n, 8, dtype=torch.float64) for n in TOKENS[:size]]
 
 
-@pytest.mark.in_pairs
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("size", "changes"),
@@ -133,7 +132,6 @@ def test_outputs_gradients_loads_and_bytes_are_those_of_one_process(tmp_path, si
         assert payload["results"] == payload["gradients of the tokens"] == arriving * 8 * 8
 
 
-@pytest.mark.in_pairs
 @pytest.mark.distributed
 def test_layers_that_differ_are_an_error_on_every_rank(tmp_path):
     def body(group, rank):
@@ -144,7 +142,6 @@ def test_layers_that_differ_are_an_error_on_every_rank(tmp_path):
         assert found.startswith("ConfigurationError: experts: rank ")
 
 
-@pytest.mark.in_pairs
 @pytest.mark.distributed
 def test_a_peer_that_dies_is_an_error_that_says_who_waited_for_what(tmp_path):
     def body(group, rank):

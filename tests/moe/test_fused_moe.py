@@ -150,6 +150,7 @@ def test_capacity_drops_by_the_stated_rule():
     assert by_weight.abs().sum(-1).nonzero()[:, 0].tolist() == heaviest.tolist()
 
 
+@pytest.mark.slow
 def test_is_a_well_formed_custom_op():
     given = operands((6, 4, 4, 3, 2), bias=True, dtype=torch.float32)
     arguments = [given[n] for n in ("x", "w13", "w2", "topk_ids", "topk_weights", "b13", "b2")]

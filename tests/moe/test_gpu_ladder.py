@@ -137,6 +137,7 @@ def ladder(*arguments, before="", timeout_s=250):
     )
 
 
+@pytest.mark.slow
 def test_needs_torch_and_triton_only():
     missing = ["pydantic", "rich", "click", "transformers", "safetensors", "scipy", "numba"]
     before = f"import sys; sys.modules |= dict.fromkeys({missing!r})"
@@ -151,12 +152,14 @@ def test_needs_torch_and_triton_only():
     assert sum(name.startswith("sweep") for name in names) >= 3 * 16
 
 
+@pytest.mark.nightly
 def test_wrong_arguments_are_refused():
     done = ladder("--rungs", "fuse")
     assert done.returncode == 1
     assert "error: no rung 'fuse'\nhint: use some of machine, count and place" in done.stderr
 
 
+@pytest.mark.nightly
 def test_kernels_one_by_one_in_the_interpreter_with_one_that_is_wrong(tmp_path):
     rows = tmp_path / "rows.jsonl"
     done = ladder(

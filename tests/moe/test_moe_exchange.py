@@ -20,7 +20,7 @@ from fivefold.moe import (
     TorchSymmetricHeap,
     VirtualHeap,
 )
-from oracles.children import check_case, environment, lines_of
+from oracles.children import check_case, environment, lines_of_cases
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(1200)  # interpreted, in one child: minutes beside other work
@@ -75,8 +75,8 @@ SCENES = [f"{n} ranks, {layout}" for n in (2, 3, 4) for layout in ("compact", "c
 
 
 @pytest.fixture(scope="module")
-def virtual():
-    return lines_of(HERE / "exchange_cases.py", key="case", interpreted=True)
+def virtual(request):
+    return lines_of_cases(HERE / "exchange_cases.py", request)
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +110,10 @@ def test_ranks_give_the_bits_of_one_rank_and_hold_what_they_say(virtual, name):
 
 
 def test_every_case_is_looked_at(virtual):
-    assert set(virtual) == set(CASES)
+    assert set(virtual["all"]["names"]) == set(CASES)
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.parametrize("scene", SCENES)
 def test_processes_without_a_barrier(processes, scene):
     number = int(scene[0])
@@ -126,7 +126,7 @@ def test_processes_without_a_barrier(processes, scene):
     assert sum(processes[scene, rank]["sent_bytes"] for rank in range(number)) > 0
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.parametrize("scene", TRAINED)
 def test_gradients_between_processes(processes, scene):
     for rank in range(int(scene[0])):
@@ -136,7 +136,7 @@ def test_gradients_between_processes(processes, scene):
         assert found["epochs"] == 2 * TRAINED[scene]
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_a_layer_between_processes_and_a_peer_that_leaves_before_the_backward(processes):
     for rank in range(2):
         found = processes["a layer", rank]
@@ -148,7 +148,7 @@ def test_a_layer_between_processes_and_a_peer_that_leaves_before_the_backward(pr
     assert left["waited_s"] < 60
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_who_waits_for_a_dead_rank_is_told(processes):
     for rank in range(3):
         found = processes["a rank dies", rank]
@@ -159,7 +159,7 @@ def test_who_waits_for_a_dead_rank_is_told(processes):
         assert found["waited_s"] < 60
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_setting_a_heap_up_is_bounded_and_compared(processes):
     assert (
         "waited 0.1 s for rank 1 to be ready" in processes["a rank that never comes", 0]["refused"]

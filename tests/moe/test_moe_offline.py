@@ -1,8 +1,8 @@
 """The kernels compiled for sm_90a without a GPU: what is in the machine code, and what it takes.
 
 By 3.6.0, which the target machine has, where it lies unpacked in build/triton-3.6.0 (CI puts it
-there) or in the folder that FIVEFOLD_TRITON_3_6 names, else by the installed triton. A few variants
-in every run, everything by both every night.
+there) or in the folder that FIVEFOLD_TRITON_3_6 names, else by the installed triton. The forward in
+bf16 in every run, everything by both every night.
 """
 
 import json
@@ -80,11 +80,8 @@ TARGET = Path(os.environ.get("FIVEFOLD_TRITON_3_6") or ROOT / "build" / "triton-
 INSTALLED = ["installed", *(["3.6.0"] if (TARGET / "triton").is_dir() else [])]
 *OTHERS, DAILY = INSTALLED
 VERSIONS = by_night(INSTALLED, OTHERS)
-QUICK = ("--quick", *VARIANTS)  # of the offline script: a few of all parts, in one process
-
-RARE = {"bf16 relu", "fp32 relu tf32", "fp32 swiglu tf32x3", "fp32 relu ieee"}
-RARE |= {"bf16 geglu, 128 experts, 8 each", "forward that keeps", *list(EXCHANGE)[1:]}
-RARE |= {variant for variant in BACKWARD if "," in variant}
+QUICK = ("--quick", "forward")  # of the offline script: what is compiled by day
+BY_DAY = {"bf16 swiglu", *SPLIT}
 # Triton 3.9 puts 12 registers of the single kernel aside where it keeps what a backward takes, with
 # 3 stages as with 4; the five launches, which are the default in 16 bits, spill nothing.
 SPILLED_BYTES = {("installed", "forward that keeps"): 48}
@@ -96,7 +93,7 @@ def looked_at(wanted=lambda _variant: True):
     for version in INSTALLED:
         for part, variants in VARIANTS.items():
             for variant in filter(wanted, variants):
-                night = version != DAILY or variant in RARE
+                night = version != DAILY or variant not in BY_DAY
                 marks = [pytest.mark.nightly] if night else []
                 found.append(pytest.param(version, part, variant, marks=marks))
     return found
@@ -125,13 +122,20 @@ def lines_by_variant(version, *arguments):
 
 
 def compiled(version, part, variant):
-    return lines_by_variant(version, *([part] if variant in RARE else QUICK))[variant]
+    return lines_by_variant(version, *(QUICK if variant in BY_DAY else [part]))[variant]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_variant_is_looked_at(version):
-    wanted = {variant for variants in VARIANTS.values() for variant in variants} - RARE
-    assert set(lines_by_variant(version, *QUICK)) == wanted
+def test_what_is_looked_at_by_day_is_compiled(version):
+    assert set(lines_by_variant(version, *QUICK)) == BY_DAY
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", INSTALLED)
+@pytest.mark.parametrize("part", VARIANTS)
+def test_every_variant_is_looked_at(version, part):
+    assert set(lines_by_variant(version, part)) == set(VARIANTS[part])
 
 
 @pytest.mark.nightly
@@ -200,11 +204,11 @@ def test_hands_data_over_by_release_and_acquire(version, part, variant):
     assert "globaltimer" not in ptx  # nothing looks at the clock
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", INSTALLED)
 def test_the_backward_adds_nothing_up_atomically(version):
-    for variant, found in lines_by_variant(version, *QUICK).items():
-        if variant in VARIANTS["backward"]:
-            assert not {"ATOMG", "ATOM", "RED", "REDG"} & set(found["instructions"]), variant
+    for variant, found in lines_by_variant(version, "backward").items():
+        assert not {"ATOMG", "ATOM", "RED", "REDG"} & set(found["instructions"]), variant
 
 
 @pytest.mark.parametrize(

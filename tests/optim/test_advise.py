@@ -13,6 +13,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim import AutoTau, DelayCorrected, SyncStatistics
 from fivefold.optim.advise import JobTimes, options_for
 from fivefold.optim.auto_tau import TauController
+from helpers.night import by_day
 
 DDP_JOB = """
 import torch, torch.distributed as dist
@@ -62,6 +63,7 @@ def test_the_shortest_round_that_hides_it(found, rule, codec):
     assert (one.rule, one.codec) == (rule, codec)
 
 
+@by_day(30)
 @given(
     st.floats(1e-3, 10), st.floats(1e4, 1e10), st.one_of(st.just(0.0), st.floats(1e-6, 1)),
     st.sampled_from([1, 2, 4, 8]),
@@ -139,6 +141,7 @@ def advise(folder, *words):
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_job_is_measured_and_ended_before_it_writes(tmp_path):
     (tmp_path / "train.py").write_text(DDP_JOB)
     (tmp_path / "checkpoint").write_text("kept")
@@ -181,6 +184,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.nightly
 def test_a_job_that_sends_something_else_gets_no_figures(tmp_path):
     (tmp_path / "train.py").write_text(SHARDED_JOB)
     launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim.auto_tau import AutoTau, TauController, TauDecision, named_auto_tau
+from helpers.night import by_day
 
 
 @dataclass
@@ -337,6 +338,7 @@ def _length(value):
     return (type(value), len(value)) if isinstance(value, list) else type(value)
 
 
+@by_day(30)
 @given(settings, histories(), times, times)
 def test_after_a_steady_phase_tau_is_the_smallest_that_hides(chosen, history, step_s, all_reduce_s):
     world_size, rounds = history

@@ -71,6 +71,7 @@ def test_co2_follows_the_two_term_recursion(alpha, beta, gap):
     assert mode_trajectory(rule, 1.3, 30) == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
+@pytest.mark.slow("0.5")
 @pytest.mark.parametrize("beta", [0.0, 0.2, 0.5, 0.6, 0.8])
 def test_co2_is_stable_exactly_below_one_minus_beta(beta):
     limit = 1 - beta

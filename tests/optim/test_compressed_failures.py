@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fivefold.errors import CommunicationError
 from fivefold.optim.transport import ProcessGroupTransport
 
-pytestmark = [pytest.mark.distributed, pytest.mark.in_pairs]
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 
 class Stream:
@@ -146,7 +146,6 @@ print("end")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["forgotten", "collected", "collected, still at work", "alone"])
 def test_a_program_may_end_with_an_all_reduce_under_way(tmp_path, how):
     script = tmp_path / "leave.py"

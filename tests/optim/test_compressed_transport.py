@@ -357,7 +357,7 @@ if dist.get_rank() == 0:
 
 
 @pytest.mark.lab
-@pytest.mark.slow
+@pytest.mark.alone
 def test_sent_bytes_are_those_that_the_kernel_counts(tmp_path):
     able = probe_capabilities()
     missing = [name for name in ("namespaces", "bridge", "veth", "tbf") if not able[name].works]

@@ -245,6 +245,7 @@ def test_loaders_may_make_the_optimizers_state_before_the_first_step():
     assert run_world(2, work) == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sharded_workers_equal_plain_ones():
     """Two workers of two ranks (FSDP2) and the same as plain replicas, over gloo."""

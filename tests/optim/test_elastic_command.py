@@ -19,7 +19,7 @@ def start(*options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_the_lighthouse_shows_a_page_and_ends_on_sigterm():
     process = start("--bind", "127.0.0.1:0", "--min-workers", "3")
@@ -39,7 +39,7 @@ def test_the_lighthouse_shows_a_page_and_ends_on_sigterm():
         process.communicate()
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_a_taken_port_is_said():
     with socket.socket() as taken:

@@ -155,6 +155,7 @@ def require_work_once(world, turns, *names, weights=None):
         assert sent == pytest.approx(times * done * UNIT, abs=UNIT / 100), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", ["co2", "local_sgd"])
 def test_kill_in_flight_then_a_newcomer(tmp_path, rule):
     with World(tmp_path, min_workers=2) as world:
@@ -192,6 +193,7 @@ def test_other_rules_agree_after_a_kill_and_a_join(tmp_path, rule):
         assert all(anchor[NAMES.index(name)] > 0 for name in "abcd")
 
 
+@pytest.mark.nightly
 def test_a_silent_worker_comes_back(tmp_path):
     with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:
         for name in "abc":

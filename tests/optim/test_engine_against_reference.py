@@ -175,6 +175,7 @@ def test_binding_clip_is_really_exercised():
     assert sum(expected.clipped) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_gloo_processes_equal_reference(world_size):

@@ -69,7 +69,7 @@ def make_trainer(folder, **settings):
     return Trainer(model, arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_accelerate_with_tau_1_is_ddp(tmp_path):
     script = tmp_path / "train.py"

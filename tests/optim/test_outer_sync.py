@@ -325,7 +325,7 @@ def test_no_warning_below_the_limit(rule):
         run_world(2, work)
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_dead_peer_is_an_error_that_names_rank_round_and_step():
     def work(rank):
@@ -348,7 +348,7 @@ def test_dead_peer_is_an_error_that_names_rank_round_and_step():
     assert waited_s < 15
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_silent_peer_is_an_error_within_the_timeout():
     def work(rank):
@@ -369,7 +369,7 @@ def test_silent_peer_is_an_error_within_the_timeout():
     assert waited_s < 5
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_subgroups_synchronise_among_themselves_only():
     def work(rank):
@@ -389,8 +389,7 @@ def test_subgroups_synchronise_among_themselves_only():
     assert run_processes(4, work) == [0.5, 0.5, 4.5, 4.5]
 
 
-@pytest.mark.slow
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_leaving_with_an_all_reduce_under_way_ends_cleanly(tmp_path):
     script = tmp_path / "leave.py"

@@ -360,6 +360,7 @@ def real_life(rank, *, bytes_per_s):
     return flats[0], (end.tau, end.fragments, end.codec), waits_s
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_hide_a_slow_link_and_resume_bit_for_bit():
     # 4 MiB take 0.5 s: 25 steps as they are, 3 in int4.
@@ -392,6 +393,7 @@ def plain_life(_, *, codec):
     return record.tau, again.statistics().tau, [decision.codec for decision in decided]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "topk"])
 def test_a_round_is_chosen_beside_a_given_codec(codec):
@@ -420,6 +422,7 @@ def sharded_life(_):
     return (record.tau, record.fragments, record.codec), (state["times"], state["shares"])
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_all_ranks_of_sharded_workers_decide_alike(monkeypatch):
     monkeypatch.setattr(_round_choice, "LEAST_FRAGMENT_BYTES", 1 << 8)

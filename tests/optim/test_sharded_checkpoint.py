@@ -122,6 +122,7 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "codec"),
     by_night([(k, c) for k in KINDS for c in CODECS], [("fsdp2", "fp32"), ("zero", "int8")]),
@@ -151,6 +152,7 @@ def test_resume_in_the_middle_of_an_all_reduce_is_bit_exact(tmp_path, kind, code
         assert outcome == dict.fromkeys(RULES, (True, True, STEPS))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "shards", "kind_after", "shards_after"),
     by_night(LAYOUTS, LAYOUTS[2:]),
@@ -192,6 +194,7 @@ def test_another_number_of_shard_ranks(tmp_path, kind, shards, kind_after, shard
                 torch.testing.assert_close(value, theirs[2][key], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_another_number_of_workers_goes_on_from_the_anchor(tmp_path, before, after):
     """Sharded by two; the all-reduce in the air is merged at the next boundary."""

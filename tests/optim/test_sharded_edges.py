@@ -318,6 +318,7 @@ def two_plain_workers(rank, *, rule, weighted):
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_copies_inside_a_worker_are_one_worker(weighted):
     """Tokens are counted over all ranks of a worker, and norms over each shard once."""

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -32,6 +34,32 @@ def lines_of(script, *arguments, key, interpreted, timeout_s=1100, **variables):
     )
     assert done.returncode == 0, done.stderr
     return {line[key]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+def lines_of_cases(script, request):
+    """What a script of cases printed, of the cases that this session has chosen, by their names."""
+    chosen = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and "name" in getattr(item, "callspec", request).params
+    ]
+    return lines_of(script, *dict.fromkeys(chosen), key="case", interpreted=True)
+
+
+def run_cases(cases):
+    """Run the cases that the command line names, and print a line for each; in the child.
+
+    What the last one says of itself is the names of all, so that none is forgotten unseen.
+    """
+    for name in sys.argv[1:]:
+        began = time.process_time()
+        try:
+            result = cases[name]()
+        except Exception:  # noqa: BLE001 - the parent shows it
+            result = {"failed": traceback.format_exc()}
+        result |= {"case": name, "cpu_s": round(time.process_time() - began, 2)}
+        print(json.dumps(result), flush=True)  # noqa: T201 - read by the parent
+    print(json.dumps({"case": "all", "names": [*cases]}))  # noqa: T201 - as above
 
 
 def check_case(found, tolerances):

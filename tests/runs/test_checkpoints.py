@@ -17,6 +17,7 @@ from fivefold.runs.checkpoints import (
     write_checkpoint,
 )
 from fivefold.runs.ranks import Ranks
+from helpers.night import number_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 plain = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=5)
@@ -77,7 +78,9 @@ def equal(first, second):
 
 
 @given(state=st.dictionaries(st.text(max_size=4), states, max_size=4))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=number_of(25, 1000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 def test_any_state_comes_back_equal(state):
     assert equal(restore_state(flatten_state(state, prefix="rank7"), prefix="rank7"), state)
 

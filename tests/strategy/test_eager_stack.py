@@ -22,6 +22,7 @@ from fivefold.strategy import (
     search_plans,
 )
 from fivefold.strategy.parts import MixtureOfExperts
+from helpers.night import by_day
 
 SPEC = one_gpu.llama("small", 4, 64, 4, ffn=192, vocab=1000, seq_len=64, tied=False)
 EAGER = one_gpu.told("h200-pytorch", "bf16")
@@ -328,6 +329,7 @@ def test_recomputation_never_takes_more(case):
     assert some <= none * (1 + 1e-12)
 
 
+@by_day(30)
 @given(cases(), st.booleans())
 def test_memory_grows_with_the_work(case, offload):
     model, cluster, plan = case

@@ -22,6 +22,7 @@ from fivefold.strategy.cost import evaluate_table
 from fivefold.strategy.demand import plan_demand
 from fivefold.strategy.parts import LowRankAdapters, MambaMixer, MixtureOfExperts
 from fivefold.strategy.plan import PlanTable
+from helpers.night import by_day
 
 STACKS = ("h100-nemo", "a100-megatron", "h200-pytorch")
 DEVICES = {name: load_cluster(name).device for name in STACKS}
@@ -161,6 +162,7 @@ def test_parts_add_up_and_none_is_negative(case):
     assert min(parts.values()) >= -1e-9 * found.time_s, parts
 
 
+@by_day(30)
 @given(cases())
 def test_more_layers_recomputed_take_longer_and_less_memory(case):
     model, device, fabric, plan = case
@@ -250,6 +252,7 @@ def test_two_tiers_that_differ_in_nothing_are_one(case, number):
     assert seconds(case, split) == pytest.approx(seconds(case, fabric), rel=1e-12)
 
 
+@by_day(30)
 @given(st.data(), models(), fabrics())
 def test_a_table_of_plans_costs_what_each_costs_alone(data, model, fabric):
     device = DEVICES["h100-nemo"]

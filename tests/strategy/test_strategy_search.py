@@ -24,6 +24,7 @@ from fivefold.strategy import (
 from fivefold.strategy.cost import evaluate_table
 from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.plan import PipelineSchedule, PlanTable, plan_problem
+from helpers.night import number_of
 
 GPT = ModelSpec(name="gpt", num_layers=24, hidden=2048, num_heads=16, seq_len=2048, vocab=51200)
 MOE = dataclasses.replace(
@@ -80,7 +81,7 @@ def plans(draw):
 
 
 @given(st.lists(plans(), min_size=1, max_size=8), st.sampled_from(["gpt", "moe"]))
-@settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=number_of(25, 1000), suppress_health_check=list(HealthCheck))
 def test_columns_equal_the_readable_evaluator(found, name):
     model, device = {"gpt": GPT, "moe": MOE}[name], DEVICES[name]
     found = [plan for plan in found if plan_problem(model, plan) is None]
@@ -102,6 +103,7 @@ def space(**changed):
     })  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
 def test_bounds_lose_nothing(model):
     wide = space(micro_batch=(1, 2, 4), context=(1, 2))

@@ -13,8 +13,6 @@ from fivefold.tasks import ScheduledReduction
 from fivefold.tasks.schedule import BucketCost, plan_send_order
 from fivefold.testing import run_processes
 
-pytestmark = pytest.mark.in_pairs
-
 STEPS = 5
 
 

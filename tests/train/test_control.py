@@ -28,6 +28,7 @@ def _slow_every_step(seconds):
     StopAgreement.poll = slow
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.usefixtures("frequent_agreements")
 @pytest.mark.parametrize(

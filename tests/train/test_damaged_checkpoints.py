@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fivefold.errors import CheckpointError
 from fivefold.train import TrainConfig, train
 from fivefold.train.config import DataConfig, ModelConfig, OptimConfig, RunConfig, SyncConfig
+from helpers.night import number_of
 
 STEPS = 3
 NEWEST, OLDER = "checkpoints/step-00000002", "checkpoints/step-00000001"
@@ -122,7 +123,7 @@ ANY_DAMAGE = st.tuples(st.sampled_from(sorted(DAMAGES)), AT, st.integers(0, 7))
 FIXTURE = {"suppress_health_check": [HealthCheck.function_scoped_fixture], "deadline": None}
 
 
-@settings(**FIXTURE)
+@settings(max_examples=number_of(15, 1000), **FIXTURE)
 @given(st.sampled_from((*FILES, METRICS)), ANY_DAMAGE)
 def test_damage_to_the_newest_is_noticed(golden, name, damage):
     kind, where, bit = damage
@@ -133,7 +134,7 @@ def test_damage_to_the_newest_is_noticed(golden, name, damage):
     assert golden.resume() == golden.expected
 
 
-@settings(**FIXTURE)
+@settings(max_examples=number_of(20, 1000), **FIXTURE)
 @given(st.lists(st.tuples(st.sampled_from((NEWEST, OLDER)), st.sampled_from(FILES), ANY_DAMAGE)))
 def test_damage_to_both_is_exact_or_refused(golden, damages):
     root = golden.fresh()

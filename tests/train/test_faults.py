@@ -29,6 +29,7 @@ def uninterrupted(method, expected, *, make_config, start_ranks, final_digest):
     return expected[method]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "trial", [*range(12), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(12, 40))]

@@ -73,6 +73,7 @@ def fill_disk(where, from_step):
     return before
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "where", [("data", 1), ("data", 0), ("_checksum", 1), ("write_atomically", 0), ("_prepare", 0)]
@@ -106,8 +107,8 @@ def can_mount():
         return False
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
-@pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs user and mount namespaces for a small tmpfs")
 def test_a_disk_that_is_really_full(make_config, run_ranks, final_digest, tmp_path):
     whole = make_config("ddp", output="whole", checkpoint_every_steps=6)

@@ -95,9 +95,8 @@ def worker_pids(config_path):
     return found
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_two_ranks_from_one_command(fivefold, write_config):
     config, path = write_config("co2", line_every_s=0.01)
     process = fivefold(path, "--nproc", "2", "--set", "run.steps=20")
@@ -117,9 +116,8 @@ def test_two_ranks_from_one_command(fivefold, write_config):
     assert not error_lines(err)
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_sigterm_to_the_launcher_writes_a_checkpoint(fivefold, write_config):
     config, path = write_config("co2", steps=1_000_000, validate_every_steps=0)
     process = fivefold(path, "--nproc", "2")
@@ -133,9 +131,8 @@ def test_sigterm_to_the_launcher_writes_a_checkpoint(fivefold, write_config):
     assert not error_lines(err)
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="finds the workers in /proc")
 def test_a_killed_worker_is_two_lines_and_a_restart_goes_on(fivefold, write_config):
     config, path = write_config(
@@ -167,9 +164,8 @@ def test_a_killed_worker_is_two_lines_and_a_restart_goes_on(fivefold, write_conf
     assert "Traceback" not in err
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_an_error_of_the_workers_is_two_lines_once(fivefold, write_config, tmp_path):
     _, path = write_config("ddp")
     folder = tmp_path / "empty"
@@ -182,7 +178,7 @@ def test_an_error_of_the_workers_is_two_lines_once(fivefold, write_config, tmp_p
     assert "Traceback" not in err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_rank_without_peers_is_refused_before_anything_starts(fivefold, write_config):
     config, path = write_config("co2")
     code, _, err = finish(fivefold(path))

@@ -14,7 +14,7 @@ from fivefold.network.aggregation import AggregationSwitch
 from fivefold.optim import elastic_transport, start_lighthouse
 from helpers.listening import addresses_while_it_runs, is_loopback, listeners
 
-pytestmark = [pytest.mark.in_pairs, pytest.mark.distributed]
+pytestmark = [pytest.mark.alone, pytest.mark.distributed]
 _HEAR = (
     "import socket, time; s = socket.create_server(('0.0.0.0', 5000)); print('here', flush=True); "
     "time.sleep(1)"

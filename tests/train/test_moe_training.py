@@ -55,6 +55,7 @@ def whole_model(config, *, world_size=1):
     }
 
 
+@pytest.mark.slow
 def test_a_mixture_learns_real_text_and_says_where_its_tokens_went(moe_config):
     config = moe_config("none", steps=60, moe={"shared": 1, "capacity_factor": 1.0})
     result = train(config)
@@ -93,6 +94,7 @@ def test_what_is_kept_for_the_backward_changes_no_number(moe_config):
     assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "share", "moe"),
@@ -144,6 +146,7 @@ def test_accumulated_gradients_of_shared_experts_are_those_of_one_large_batch(
     assert curve(shared) == pytest.approx(curve(alone), rel=2e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_run_with_shared_experts_resumes_bit_for_bit(
     moe_config, run_ranks, final_digest, tmp_path

@@ -26,6 +26,7 @@ def without_text(config):
     return config.model_copy(update={"data": data})
 
 
+@pytest.mark.slow("ddp")
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["ddp", "co2"])
 def test_a_second_run_ends_on_all_ranks_and_the_first_goes_on(make_config, start_ranks, method):
@@ -46,6 +47,7 @@ def test_a_second_run_ends_on_all_ranks_and_the_first_goes_on(make_config, start
     assert (last["event"], last["reason"]) == ("end", "stopped")
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_run_goes_on_right_after_a_kill(make_config, start_ranks, run_ranks):
     config = make_config("co2", steps=60, checkpoint_every_steps=2, timeout_s=6.0)

@@ -182,6 +182,7 @@ def run_interpreted(config, folder):
             process.kill()
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_one_sided_training_is_that_of_one_process(shared_config, tmp_path):
     pytest.importorskip("triton")

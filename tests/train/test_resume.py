@@ -49,6 +49,7 @@ def losses(events):
     return [line["loss"] for line in events if line["event"] == "train"]
 
 
+@pytest.mark.slow("delay_corrected", "delayed_gradients")
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", by_night(METHODS, OTHERS))
 def test_resume_at_any_step_reaches_the_same_state_bit_for_bit(
@@ -121,6 +122,7 @@ def test_ddp_resumes_exactly_on_three_ranks(make_config, run_ranks, final_digest
         assert sent[0][key] == sent[1][key] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_resumed_metrics_continue_without_repeating_steps(make_config, run_ranks):
     config = make_config("co2", checkpoint_every_steps=5, keep_checkpoints=9)
@@ -158,6 +160,7 @@ def test_a_finished_run_is_left_as_it_is(make_config, run_ranks, final_digest):
         assert second[key] == first[key]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_truncated_newest_checkpoint_the_one_before_is_used_and_it_says_so(
     make_config, run_ranks, final_digest, start_ranks
@@ -178,6 +181,7 @@ def test_truncated_newest_checkpoint_the_one_before_is_used_and_it_says_so(
     assert final_digest(config) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("damage", ["flip", "manifest", "remove"])
 def test_no_whole_checkpoint_is_an_error_and_nothing_is_overwritten(
@@ -211,6 +215,7 @@ def test_no_whole_checkpoint_is_an_error_and_nothing_is_overwritten(
     assert (config.run.output / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_another_configuration_or_world_size_is_refused(make_config, run_ranks, start_ranks):
     config = make_config("co2")

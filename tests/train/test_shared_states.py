@@ -41,7 +41,7 @@ def result_of(wanted):
     return found.bits_per_byte, found.parameters_sha256, found.communication["sent_bytes"]
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_shared_states_train_resume_and_send_a_share(tmp_path):
     sync = SyncConfig(method="local_sgd", tau=2, shard=2)
     wanted = config(tmp_path, sync=sync, accumulation=2)
@@ -61,7 +61,7 @@ def test_shared_states_train_resume_and_send_a_share(tmp_path):
     assert [digest for _, digest, _ in again] == digests
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_a_worker_of_two_ranks_is_one_rank_of_twice_the_batch(tmp_path):
     """Same data in sum, same model: the loss after a few steps is that of whole replicas."""
     texts = config(tmp_path, sync=SyncConfig(method="none")).data

@@ -30,6 +30,7 @@ def losses(config):
     return found, [line["loss"] for line in events(config, "validation")]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_train_as_plain_ddp_does_bit_for_bit(make_config, run_ranks, final_digest):
     variants = {
@@ -66,6 +67,7 @@ def test_clipping_by_norm_stays_where_forward_waits_for_all(make_config, run_ran
     assert found[0] == found[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_resumed_run_of_three_ranks_reaches_the_same_state(
     make_config, run_ranks, start_ranks, final_digest, tmp_path
@@ -89,6 +91,7 @@ def test_a_resumed_run_of_three_ranks_reaches_the_same_state(
         assert f"was written with {was}" in world.error(1)["message"]
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_experts_that_are_never_called_are_updated_in_time(make_config, run_ranks, final_digest):
     """A mixture uses its experts' weights itself: their module is never called."""

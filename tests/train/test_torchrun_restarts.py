@@ -63,9 +63,8 @@ def wait_for(condition, process, *, timeout_s=60):
         time.sleep(0.05)
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 @pytest.mark.distributed
-@pytest.mark.slow
 @pytest.mark.parametrize("method", by_night(["co2", "ddp"], ["ddp"]))
 def test_kills_of_either_rank_cost_only_the_steps_since_a_checkpoint(
     method, make_config, run_ranks, final_digest, tmp_path

@@ -220,6 +220,7 @@ def _functional(rank):
         return [result.tolist() for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [_ddp, _fsdp, _functional], ids=["DDP", "FSDP2", "functional"])
 def test_what_torch_builds_on_it(work):
     own = run_processes(4, work, backend="fivefold")
@@ -315,7 +316,7 @@ def test_a_registered_file(tmp_path):
 # -- failures ------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_a_dead_rank_is_an_error_on_the_others():
     def work(rank):
         data = torch.ones(1 << 16)
@@ -335,7 +336,7 @@ def test_a_dead_rank_is_an_error_on_the_others():
     assert run_processes(3, work, backend="fivefold", timeout_s=60) == ["saw it", "left", "saw it"]
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_a_stuck_rank_is_a_timeout_that_names_it():
     def work(rank):
         group = dist.new_group(backend="fivefold", timeout=timedelta(seconds=3))
@@ -356,7 +357,7 @@ def test_a_stuck_rank_is_a_timeout_that_names_it():
     assert run_processes(2, work, timeout_s=60) == ["timed out", "slept"]
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_an_asynchronous_failure_reaches_wait_and_the_future():
     def work(rank):
         group = dist.new_group(backend="fivefold", timeout=timedelta(seconds=2))
@@ -376,7 +377,7 @@ def test_an_asynchronous_failure_reaches_wait_and_the_future():
     assert all(run_processes(2, work, timeout_s=60))
 
 
-@pytest.mark.in_pairs
+@pytest.mark.alone
 def test_calls_that_differ_are_an_error_not_a_hang():
     def work(rank):
         group = dist.new_group(backend="fivefold", timeout=timedelta(seconds=2))

@@ -217,6 +217,7 @@ def check_cases(world, cases, seed):
     assert all(run_processes(world, work, timeout_s=60 + cases))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("algorithms", [FORCED, OTHERS], ids=["rings", "others"])
 def test_random_sequences_equal_gloos(world, algorithms):

@@ -35,6 +35,7 @@ def outcomes(backend, names, limit_s):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_some_of_torchs_tests_pass():
     assert outcomes("fivefold", SOME, 120) == dict.fromkeys(SOME, "passed")
 

@@ -30,6 +30,7 @@ from fivefold.collectives.lowering.program import (
 )
 from fivefold.collectives.synthesis import synthesize
 from fivefold.network.topology import Link, Node, Topology
+from helpers.night import by_day
 
 NAMES = (
     "all_gather",
@@ -290,6 +291,7 @@ def require_right(schedule, numbers, **options):
             run_plan(plan, collective, seed=seed)
 
 
+@by_day(20)
 @given(
     name=st.sampled_from(NAMES),
     ranks=st.integers(2, 5),

@@ -19,6 +19,7 @@ from fivefold.collectives.schedules.bounds import (
 from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network import topology
+from helpers.night import by_day
 
 
 def test_an_all_reduce_over_a_copying_switch_is_not_bound_by_what_leaves_the_ranks():
@@ -178,6 +179,7 @@ def worst_cut_with_latency(collective, network, size):
     return (carried[used] / capacity[used] + latency[used]).max()
 
 
+@by_day(12)
 @given(network=wide_graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
 def test_max_flows_find_the_worst_cut_with_its_latency(network, name, data):
     root = data.draw(st.integers(0, network.num_ranks - 1))
@@ -240,6 +242,7 @@ def test_bounds_do_not_depend_on_names_and_order(network, name, data):
         assert rates[0] == rates[1]
 
 
+@by_day(20)
 @given(
     network=st.one_of(graphs(), wide_graphs()), name=st.sampled_from(COLLECTIVES), data=st.data()
 )

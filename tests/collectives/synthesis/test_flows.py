@@ -35,6 +35,7 @@ from fivefold.network.topology import (
     star,
     torus,
 )
+from helpers.night import number_of
 
 # Time for one unit chunk between each ordered pair.
 PUBLISHED = {
@@ -87,7 +88,7 @@ def plain_program(topology, demands):
     return result.fun
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=number_of(15, 1000), deadline=None)
 @given(looped_networks(), st.data())
 def test_random_networks_agree_with_the_plain_program(topology, data):
     ranks = topology.num_ranks

@@ -35,6 +35,7 @@ from fivefold.network.topology import (
     switch,
     torus,
 )
+from helpers.night import number_of
 
 GIB, MIB = 2**30, 2**20
 
@@ -90,7 +91,7 @@ def test_no_chunk_passes_through_a_rank_that_stands_between_switches():
         assert not topology.is_rank[topology.link_targets[inner]].any()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=number_of(15, 1000), deadline=None)
 @given(
     looped_networks(
         most_ranks=6, rates=(1.0, 2.5, 40.0), latencies_s=(0.0, 0.1, 30.0), most_links=2
@@ -147,6 +148,7 @@ def test_a_slow_edge_does_not_hold_up_the_end():
     assert schedule.ends_s.max() <= 6.0  # six chunks over the fast edges, the slow one unused
 
 
+@pytest.mark.nightly
 def test_a_thousand_ranks_in_seconds():
     collective = all_gather(1024)
     for topology in (torus((32, 32), bandwidth=1.0), fat_tree(16, bandwidth=1.0)):

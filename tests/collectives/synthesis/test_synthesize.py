@@ -67,6 +67,7 @@ def test_every_method_by_name(method):
     check(found, DGX1, 8e6)
 
 
+@pytest.mark.slow
 def test_dgx1_all_gather_is_proved_optimal():
     """Sections 8.1 and 8.3: 7/6 link times per chunk, by a schedule and by a cut."""
     free = DGX1.scaled(latency=0.0)

@@ -320,6 +320,7 @@ def test_bad_input_says_what_to_do():
         taccl(schedules.all_gather(2), one_way, size_bytes=8)
 
 
+@pytest.mark.nightly
 def test_a_search_leaves_ctrl_c_as_it_was():
     """The solver has a handler of its own, behind Python's back."""
     code = (

@@ -52,6 +52,7 @@ MEMORY_SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_below_the_bound(tmp_path):
     """75 MB of rows and 60 MB of edges go through 16 MiB."""
     rng = np.random.default_rng(0)

@@ -242,6 +242,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("neighbors", ["drawn", "both"])
 def test_killed_at_any_time_it_goes_on(tmp_path, neighbors):
     whole = tmp_path / "whole"

@@ -399,6 +399,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [(4, 9), (14, 5)])
 def test_killed_and_resumed(tmp_path, expected_csr, kills):
     rng = np.random.default_rng(3)

@@ -225,6 +225,7 @@ def test_wrong_arguments(tmp_path):
         table_source([tmp_path / "e.parquet"])
 
 
+@pytest.mark.nightly
 def test_names_are_numbered_as_they_come_and_refused_where_memory_is_short(tmp_path):
     rng = np.random.default_rng(0)
     names = np.array(["a", "ab", "b", "ba", "ü" * 50, *map(str, range(90_000))])
@@ -260,6 +261,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kill_at", [1, 2])
 def test_killed_while_names_are_numbered(tmp_path, random_graph, as_edges, kill_at):
     sources, targets = NAMES[random_graph["sources"]], NAMES[random_graph["targets"]]

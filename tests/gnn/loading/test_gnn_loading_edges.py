@@ -118,6 +118,7 @@ with PackedStore.open(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_processes_share_a_store(stores):
     _, features, store = stores(dim=4)

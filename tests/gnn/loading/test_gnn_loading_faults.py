@@ -13,7 +13,7 @@ from fivefold.gnn.loading import DiskLoader, StallError
 from fivefold.gnn.loading._feature_store import FeatureStore
 from fivefold.gnn.packing import PackedStore
 
-pytestmark = pytest.mark.in_pairs
+pytestmark = pytest.mark.alone
 
 PAGE_BYTES = 4096
 

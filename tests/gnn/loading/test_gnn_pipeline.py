@@ -21,8 +21,6 @@ from fivefold.gnn.loading._pipeline import (
     Stage,
 )
 
-pytestmark = pytest.mark.in_pairs
-
 
 def no_threads_left(before):
     until = time.monotonic() + 5

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fivefold.errors import CheckpointError, ConfigurationError
 from fivefold.gnn.data import array_source, ingest
 from fivefold.gnn.loading import LinkLoader, OnlineLoader
+from helpers.night import number_of
 
 
 def make_dataset(folder, *, nodes=60, edges=600, seed=0, features=None):
@@ -62,7 +63,7 @@ def dataset(tmp_path_factory):
         yield made
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=number_of(7, 1000), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     fanouts=st.lists(st.integers(-1, 4), min_size=1, max_size=3),

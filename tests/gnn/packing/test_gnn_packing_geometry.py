@@ -205,6 +205,7 @@ def test_memory_stays_within_the_budget(make_world, tmp_path, strategy):
         assert 16_000 * 1024 + plan.predicted.packed_bytes > 3 * memory_bytes
 
 
+@pytest.mark.nightly
 def test_a_cache_of_many_short_rows_stays_within_the_budget(make_world, tmp_path):
     """Its ids and slots are larger than the buffers: none of them is copied, even in passing."""
     nodes = 1_500_000

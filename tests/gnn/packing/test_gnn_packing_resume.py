@@ -78,6 +78,7 @@ def wide_world(make_world):
     return world, plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "memory_bytes"), [("spill", 1 << 20), ("passes", 1 << 20), ("spill", 8 << 20)]
 )

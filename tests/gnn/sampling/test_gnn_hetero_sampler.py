@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler
 from fivefold.gnn.sampling.batches import stream_key
+from helpers.night import by_day
 from oracles.neighbor_sampling import reference_hetero_sample
 
 CITES = ("paper", "cites", "paper")
@@ -54,6 +55,7 @@ def assert_same(found, expected):
             np.testing.assert_array_equal(ours[kind], theirs[kind], err_msg=f"{name} {kind}")
 
 
+@by_day(30)
 @given(st.integers(0, 2**32), st.data())
 def test_hetero_sampler_equals_the_reference(seed, data):
     sizes = data.draw(st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(1, 3)))

@@ -156,6 +156,7 @@ def run_here(path, monkeypatch):
     return shown[0]
 
 
+@pytest.mark.nightly
 def test_killed_and_run_again_gives_the_same_file(tmp_path, monkeypatch):
     for _ in range(2):
         code = f"{SCRIPT}\nrun({str(tmp_path / 'killed')!r}, 0.02)"

@@ -58,6 +58,7 @@ write(path + ".plain", 0)
 """
 
 
+@pytest.mark.nightly
 def test_killed_again_and_again_the_file_is_the_same_in_the_end(tmp_path, run_script):
     result = run_script(WRITE, tmp_path / "a.fvf", 3, 9, 15, 22, 0)
     assert result.returncode == 0, result.stderr

@@ -200,6 +200,7 @@ def test_unfit_models_are_refused(tmp_path):
             infer_layers(Other(5, 4, 2), dataset, tmp_path / "out", profile=Disk())
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path, model_of):
     options = {"memory_bytes": 60_000, "profile": Disk(), "backend": "threads"}

@@ -203,6 +203,7 @@ def test_policies_and_engines_train_and_resume(changes, make_config, monkeypatch
     assert train_graph(changed(output="part")).parameters_sha256 == whole.parameters_sha256
 
 
+@pytest.mark.nightly
 def test_samples_are_refreshed_in_the_background_and_a_resumed_run_has_the_same(
     make_config, tmp_path, monkeypatch
 ):

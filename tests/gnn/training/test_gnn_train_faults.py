@@ -61,6 +61,7 @@ def test_resumes_in_the_middle_of_an_epoch_bit_for_bit(mode, make_config, monkey
         assert [line["epoch"] for line in lines if line["event"] == "epoch"] == [1, 2, 3]
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_killed_at_random_moments_ends_as_the_undisturbed_run(make_config, start_ranks):
     whole = make_config(output="whole", store="whole-store", checkpoint_every_steps=2, epochs=4)
@@ -162,6 +163,7 @@ def test_two_ranks_share_a_store_and_agree(mode, make_config, start_ranks):
     assert not torch.equal(states[0]["rng"]["cpu"], states[1]["rng"]["cpu"])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_killed_together_resume_bit_for_bit(make_config, start_ranks):
     whole = make_config(output="whole", checkpoint_every_steps=3, epochs=4)

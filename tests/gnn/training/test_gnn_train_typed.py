@@ -249,6 +249,7 @@ def test_a_run_is_that_of_geometric_on_the_same_batches(configure, tmp_path, fan
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", by_night(["disk", "online"], ["disk"]))
 def test_killed_and_resumed_it_ends_as_if_nothing_had_been(configure, start_ranks, mode):
     options = {"mode": mode, "epochs": 15, "checkpoint_every_steps": 7}

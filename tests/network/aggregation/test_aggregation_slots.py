@@ -38,8 +38,6 @@ from fivefold.network.aggregation.wire import (
 )
 from helpers.switch_process import SwitchProcess
 
-pytestmark = pytest.mark.alone
-
 
 def values_of(dtype, parts, size, seed=0):
     generator = np.random.default_rng(seed)

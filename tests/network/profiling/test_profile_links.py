@@ -121,6 +121,7 @@ def test_the_command_says_how_it_is_started(monkeypatch, capsys):
     assert "hint: start it as ranks" in error
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_rank_alone_is_measured_without_links(tmp_path):
     path = tmp_path / "alone.toml"

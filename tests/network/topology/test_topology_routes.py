@@ -26,6 +26,7 @@ from fivefold.network.topology import (
     torus,
 )
 from fivefold.network.topology.routes import Router
+from helpers.night import number_of
 
 
 def random_topology(seed, *, num_nodes=9):
@@ -89,7 +90,7 @@ def test_routes_are_shortest(seed, through_ranks):
 
 
 @given(st.integers(0, 10**6), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=number_of(5, 1000), deadline=None)
 def test_a_search_from_both_ends_finds_the_same_routes(seed, through_ranks):
     topology = random_topology(seed, num_nodes=12)
     check_both_ways(topology, through_ranks=through_ranks)
