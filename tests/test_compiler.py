@@ -63,6 +63,20 @@ def test_what_is_kept_is_written_in_turn(kernel, holder):
     assert sum(kernel.stats.cache_misses.values()) == 2
 
 
+@pytest.mark.parametrize(
+    ("comment", "compiled"), [("", 0), ("# another\n", 1)], ids=["same", "new"]
+)
+def test_what_is_kept_is_good_as_long_as_the_content_is(kernel, comment, compiled):
+    assert kernel(2) == 4
+    file = Path(kernel.py_func.__code__.co_filename)
+    file.write_text(KERNEL + comment)  # as an installation of the same version does
+    os.utime(file, (2e9, 2e9))
+    _compiler._stamp_of.cache_clear()
+    again = _compiler.njit(kernel.py_func)
+    assert again(2) == 4
+    assert sum(again.stats.cache_misses.values()) == compiled
+
+
 def test_who_is_stopped_in_its_turn_holds_up_no_one(kernel, holder, monkeypatch):
     monkeypatch.setattr(_compiler, "PATIENCE_S", 0.1)
     holder(Path(kernel._cache.cache_path), 60)

@@ -38,9 +38,10 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compile like ``numba.njit`` without the GIL, kept on disk, also right after one file changed.
 
     Without the GIL, so that threads run loops side by side; kept on disk, for a compilation takes
-    seconds and is the same in every process. Numba looks only at the file of the function itself
-    when it decides whether what is kept is still good, but compiled code contains what it calls
-    from other files. So the stamp is made of all files of a package that hold compiled code.
+    seconds and is the same in every process. Numba looks only at time and size of the function's
+    own file when it decides whether what is kept is still good, but compiled code contains what it
+    calls from other files. So the stamp is the content of all files of a package that hold compiled
+    code, and what is kept outlives the installation of the same files anew.
 
     Processes take turns at what is kept: numba writes which file holds which argument types before
     it writes that file, and of two processes that add types to one function at the same moment
@@ -52,7 +53,7 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     kept = getattr(getattr(made, "_cache", None), "_cache_file", None)
     if kept is not None and hasattr(kept, "_source_stamp"):
         package = _package_of(Path(inspect.getfile(function)))
-        kept._source_stamp = (_stamp_of(package), kept._source_stamp)  # noqa: SLF001 - no public way
+        kept._source_stamp = _stamp_of(package)  # noqa: SLF001 - there is no public way
         kept.load, kept.save = _in_turn(kept, "load"), _in_turn(kept, "save")
     return made
 
