@@ -21,9 +21,8 @@ def public_packages() -> list[str]:
     found = [*source.glob("*/__init__.py"), *source.glob("*/*/__init__.py")]
     exporting = [path.parent for path in found if "__all__" in path.read_text()]
     names = {".".join(path.relative_to(source).parts) for path in exporting}
-    return sorted(
-        name for name in names | {"errors", "reading", "units"} if not re.search(r"(^|\.)_", name)
-    )
+    below = {"errors", "measured", "reading", "units"}
+    return sorted(name for name in names | below if not re.search(r"(^|\.)_", name))
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

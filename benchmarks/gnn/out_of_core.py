@@ -68,7 +68,7 @@ def make_room(folder: Path, place: Path, needed_bytes: float) -> None:
 
 def make_graph(setting: Setting, folder: Path) -> Path:
     """Generate the graph, or take the one that is there."""
-    place = folder / f"graph-{setting.nodes}-{setting.dim}"
+    place = folder / f"graph-{setting.graph}"
     make_room(folder, place, NEEDED_TIMES * setting.nodes * setting.row_bytes)
     started_s = time.perf_counter()
     with generate_graph(place, nodes=setting.nodes, dim=setting.dim, seed=1) as dataset:
@@ -95,8 +95,9 @@ class Bench:
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
         fanouts = "-".join(map(str, setting.fanouts))
-        shape = f"{setting.nodes}-{setting.batches}x{setting.batch_size}-{fanouts}"
-        self.samples = folder / f"samples-{shape}.fvf"
+        shape = f"{setting.batches}x{setting.batch_size}-{fanouts}"
+        # Of one graph: another of as many nodes has other edges and rows.
+        self.samples = folder / f"samples-{setting.graph}-{shape}.fvf"
         self.batch_bytes = 0  # until it is sampled
         self.probes: list[list[float]] = []
         self.profile = probe_disk(self.work, seconds=2.0)
@@ -334,14 +335,16 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for setting in chosen(arguments):
             note(f"--- {setting.name}: {setting.case}")
-            measured = Bench(setting, folder, arguments).run()
+            measured = Bench(setting, folder, arguments).run() | {"quick": arguments.quick}
             answers = folder / f"answers-{setting.name}.json"
             answers.write_text(json.dumps(measured), encoding="utf-8")
         rows = []
         for setting in SETTINGS:
             answers = folder / f"answers-{setting.name}.json"
             if answers.exists():
-                rows += rows_of(json.loads(answers.read_text(encoding="utf-8")))
+                measured = json.loads(answers.read_text(encoding="utf-8"))
+                if measured.get("quick", False) == arguments.quick:  # a look is no result
+                    rows += rows_of(measured)
     for row in rows:
         met = "" if row.met is None else (" met" if row.met else " NOT MET")
         peers = ", ".join(f"{name} {value:.4g}" for name, value in row.peers.items())

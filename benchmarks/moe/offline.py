@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Compile the kernels for a GPU that is not there, by the host's own launches.
 
-    python -m benchmarks.moe.offline [--quick] forward|backward|one_sided|tiles ...
+    python -m benchmarks.moe.offline [--quick] [forward|backward|one_sided|tiles ...]
     python -m benchmarks.moe.offline table --triton build/triton-3.6.0 [--part tiles] --out FILE
 
 The first prints one line of JSON per kernel. ptxas and the disassembler are in triton's wheel, so
@@ -338,18 +338,21 @@ def table(folders: list[str], parts: list[str], path: Path) -> None:
 def main() -> None:
     """Parse, and compile."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="+", choices=[*PARTS, "table"])
-    parser.add_argument("--quick", action="store_true", help="a few of the variants")
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; or table")
+    parser.add_argument("--quick", action="store_true", help="a few variants; all parts by default")
     parser.add_argument("--triton", action="append", default=[], help="folder of another triton")
     parser.add_argument("--part", dest="of_table", action="append", choices=PARTS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/moe/compiled.json"))
     given = parser.parse_args()
+    unknown = {*given.parts} - {*PARTS, "table"}
+    if unknown or not (given.parts or given.quick):
+        parser.error(f"parts are {', '.join(PARTS)}; or table alone; got {given.parts}")
     if given.parts == ["table"]:
         table(given.triton, given.of_table or [*PARTS], given.out)
         return
     if "table" in given.parts:
         parser.error("a table is made by itself")
-    for part in given.parts:
+    for part in given.parts or PARTS:
         PARTS[part](QUICK if given.quick else {*FORWARD, *BACKWARD, *EXCHANGE, *TILES})
 
 

@@ -49,6 +49,11 @@ class Setting:
         return 4 * self.dim
 
     @property
+    def graph(self) -> str:
+        """Name of the generated graph: settings of equal names have the same nodes and rows."""
+        return f"{self.nodes}-{self.dim}"
+
+    @property
     def case(self) -> str:
         """How the results call it."""
         what = "full epoch" if self.train else "data path"
@@ -84,4 +89,4 @@ BY_DEFAULT = ("published", "more-memory", "full-epoch", "rows-1k", "rows-4k")
 
 def quick(setting: Setting) -> Setting:
     """The same on a small graph, where nothing is out of core: for a look at the script."""
-    return replace(setting, nodes=min(setting.nodes, 100_000), batches=10, batch_size=64)
+    return replace(setting, nodes=min(setting.nodes, 30_000), batches=10, batch_size=32)

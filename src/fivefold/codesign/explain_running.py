@@ -313,12 +313,12 @@ def _changes(step: MeasuredStep, method: str) -> Iterator[Change]:
         least_s = step.with_messages(step.sent_s, beside_s=step.rest_s)
         if least_s < step.seconds:
             yield Change("tasks", "all communication beside compute", least_s, "bound")
-        if method == "ddp":
+        if method == "ddp" and step.rest_s > 0:  # else nothing is there to hide behind
             tau = max(2, math.ceil(_MARGIN * step.sent_s / step.rest_s))
             seconds = step.with_messages(step.sent_s / tau, beside_s=step.rest_s)
             action = f'local updates: method = "delay_corrected", tau = {tau}'
             yield Change("strategy", action, seconds, "convergence")
-        elif step.waits_s > 0 and method != "none":
+        elif step.waits_s > 0 and step.rest_s > 0 and method not in {"ddp", "none"}:
             tau = max(step.tau + 1, math.ceil(_MARGIN * step.tau * step.sent_s / step.rest_s))
             seconds = step.with_messages(step.sent_s * step.tau / tau)
             yield Change("strategy", f"tau = {tau} instead of {step.tau}", seconds, "convergence")

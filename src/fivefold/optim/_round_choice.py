@@ -19,6 +19,7 @@ _MOST_LATENCY = 0.1  # share of a message's time that may pass before its first 
 _LEAST_SAVING = 0.1  # of a message's time, for which a codec is worth what it rounds
 # A quotient that is an integer but for rounding (0.6 / 0.2) must not cost one more step.
 _ROUNDING = 1e-9
+_MOST_STEPS = 2.0**53  # behind which a message may hide; more than any largest tau
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,4 +172,5 @@ class _Need:
         if codec is not None:
             message_s = self.stretch * self.times.message_s(codec, self.shares[number])
         needed_s = max(message_s, self.round_s)
-        return max(1, math.ceil(needed_s / self.step_s * (1 - _ROUNDING)))
+        steps = min(needed_s / self.step_s, _MOST_STEPS)
+        return max(1, math.ceil(steps * (1 - _ROUNDING)))

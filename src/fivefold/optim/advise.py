@@ -27,6 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import write_atomically
+from fivefold.measured import consistent_times_s
 from fivefold.optim._round_choice import (
     CODECS_TO_CHOOSE,
     MARGIN,
@@ -59,9 +60,12 @@ class JobTimes:
     def __post_init__(self) -> None:
         times = (self.step_s, self.compute_s or self.step_s, *self.all_reduce_s)
         alike = len(self.sizes_bytes) == len(self.all_reduce_s) >= 2
-        if not alike or not all(t > 0 and math.isfinite(t) for t in times):
+        ascend = all(0 < before < after for before, after in pairwise(self.sizes_bytes))
+        if not (alike and ascend) or not all(t > 0 and math.isfinite(t) for t in times):
             message = f"times {times} of payloads {self.sizes_bytes} are no measurement"
-            raise ConfigurationError(message, hint="give positive seconds, one for each of sizes")
+            raise ConfigurationError(
+                message, hint="give positive seconds, one for each of sizes that ascend"
+            )
 
     @property
     def most_fragments(self) -> int:
@@ -77,8 +81,9 @@ class JobTimes:
     def messages(self) -> MessageTimes:
         """What messages take, by codec, from a line through the shortest and the longest."""
         first, last = self.sizes_bytes[0], self.sizes_bytes[-1]
-        rise_s = max(self.all_reduce_s[-1] - self.all_reduce_s[0], 0.0) / (last - first)
-        fixed_s = max(self.all_reduce_s[0] - rise_s * first, 0.0)
+        first_s, *_, last_s = consistent_times_s(self.sizes_bytes, self.all_reduce_s)
+        rise_s = (last_s - first_s) / (last - first)
+        fixed_s = max(first_s - rise_s * first, 0.0)  # below only by rounding
         return MessageTimes(
             fixed_s=dict.fromkeys(CODECS_TO_CHOOSE, fixed_s),
             whole_s={

@@ -238,10 +238,11 @@ class TauController:
         if memory.skip:
             memory.skip -= 1
             return None
+        step_s = _known(step_s)
         # A rank that launches early waits for the others: the network's time is the least. The
         # compute to hide behind is that of the slowest rank, each rank's time being its median
         # first, so that hiccups which hit another rank each round do not look like slow compute.
-        flown = [time_s for time_s in all_reduce_s if time_s > 0]
+        flown = [time_s for time_s in _known(all_reduce_s) if time_s > 0]
         if flown:
             _push(memory.all_reduces, min(flown) / self._unit_s)
         if any(step_s):
@@ -435,6 +436,11 @@ class _Agreement:
 def _high(values: Sequence[float]) -> float:
     """Return what nine of ten do not exceed."""
     return sorted(values)[math.ceil(_JITTER_SHARE * len(values)) - 1]
+
+
+def _known(times_s: Sequence[float]) -> list[float]:
+    """Return the times, 0 for those that no clock can have measured."""
+    return [time_s if 0 < time_s < math.inf else 0.0 for time_s in times_s]
 
 
 def _push(values: list[float], *newest: float) -> None:

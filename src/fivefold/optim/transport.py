@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError, require_whole
+from fivefold.measured import NOISE
 from fivefold.optim._comm_thread import CommunicationThread, named_errors
 from fivefold.optim._compressed import CompressedExchange, ring_bytes
 from fivefold.optim._round_choice import CODECS_TO_CHOOSE, MessageTimes
@@ -24,7 +25,6 @@ from fivefold.optim.codecs import Codec, is_exact, named_codec, resolve_codec
 _PROBE_BYTES = 1 << 20
 _LEAST_PROBE = 1 << 14  # elements; the time of fewer is all latency
 _PROBES = 5
-_LEAST_RISE = 0.01
 _PROBE_PATIENCE_S = 1.0
 
 
@@ -239,7 +239,7 @@ class ProcessGroupTransport:
             codec = named_codec(name) if self.chooses_codec else self.codec
             short_s, long_s = (self._message_s(codec, n, device) for n in (1, elements))
             fixed_s[name] = min(short_s, long_s)
-            beside_s = max(long_s - short_s, _LEAST_RISE * long_s)  # noise can hide it
+            beside_s = max(long_s - short_s, NOISE * long_s)  # noise can hide it
             whole_s[name] = beside_s * num_bytes / (4 * elements)
         return MessageTimes(fixed_s=fixed_s, whole_s=whole_s)
 

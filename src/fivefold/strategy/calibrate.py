@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from fivefold.collectives.pricing import FabricSpec, Group, collective_time_s
-from fivefold.errors import ConfigurationError, require_number
+from fivefold.errors import ConfigurationError, DataError, require_number
+from fivefold.measured import consistent_times_s
 from fivefold.strategy._operators import NARROW
 from fivefold.strategy.cluster import Cluster, DeviceSpec
 from fivefold.strategy.cost import evaluate_plan
@@ -128,6 +129,7 @@ _PEAKS = (
     "peak_flops", "peak_flops_fp8", "peak_flops_fp4", "peak_flops_fp32",
     "memory_bandwidth_bytes_per_s",
 )  # fmt: skip
+_LEAST_SHARE = 1e-6  # that an efficiency may be
 _ROUNDS = 8
 _FIXED = ("tile_start_s", "kernel_gap_s", "host_kernel_s")
 
@@ -152,7 +154,8 @@ def calibrated_device(
     Raises:
         ConfigurationError: A time is not positive, or the plan is of several ranks.
     """
-    if plan.num_gpus != 1 or not (model_s > 0 and optimizer_s > 0 and rest_s >= 0):  # also NaN
+    positive = 0 < model_s < math.inf and 0 < optimizer_s < math.inf and 0 <= rest_s < math.inf
+    if plan.num_gpus != 1 or not positive:  # also NaN
         message = f"a step of {plan.num_gpus} ranks took {model_s:g} and {optimizer_s:g} s"
         raise ConfigurationError(message, hint="give positive times of one rank alone")
     quiet = dataclasses.replace(cluster.device, step_overhead_s=0.0, jitter=0.0)
@@ -173,7 +176,8 @@ def calibrated_device(
 
 def _faster(device: DeviceSpec, factor: float) -> DeviceSpec:
     """Return the device with all rates times ``factor``: as efficiencies where they stay shares."""
-    stays = max(getattr(device, name) * factor for name in _EFFICIENCIES) <= 1
+    shares = [getattr(device, name) * factor for name in _EFFICIENCIES]
+    stays = max(shares) <= 1 and min(share for share in shares if share) >= _LEAST_SHARE
     names = _EFFICIENCIES if stays else _PEAKS
     rates = {name: getattr(device, name) * factor for name in names}
     return dataclasses.replace(
@@ -187,13 +191,19 @@ def calibrated_fabric(
     """Return the fabric on which an all-reduce over all ranks takes what was measured.
 
     The outermost tier's efficiency follows from the slope between the smallest and the largest
-    size (``sizes_bytes`` ascend), its fixed time from what is left of the largest.
+    size (``sizes_bytes`` ascend), its fixed time from what is left of the largest. Times that no
+    link can have are made consistent first (``fivefold.measured``).
 
     Raises:
-        ConfigurationError: There are fewer than two sizes, or the larger took no longer.
+        ConfigurationError: There are fewer than two sizes, they do not ascend, the larger took no
+            longer, or a time is not above 0 and finite.
     """
-    rise_s = times_s[-1] - times_s[0]
-    if len(sizes_bytes) < 2 or not rise_s > 0:  # also NaN
+    try:
+        steady_s = consistent_times_s(sizes_bytes, times_s)
+    except DataError as error:
+        raise ConfigurationError(error.message, hint=error.hint) from error
+    rise_s, last_s = steady_s[-1] - steady_s[0], steady_s[-1]
+    if not rise_s > 0:
         message = f"all-reduces of {list(sizes_bytes)} bytes took {list(times_s)} s"
         raise ConfigurationError(message, hint="measure larger sizes, whose times grow")
     fabric, outer = cluster.fabric, cluster.fabric.tiers[-1]
@@ -208,5 +218,5 @@ def calibrated_fabric(
         slope = (predicted_s(sizes_bytes[-1]) - predicted_s(sizes_bytes[0])) / rise_s
         outer = dataclasses.replace(outer, efficiency=outer.efficiency * slope)
         fabric = dataclasses.replace(fabric, tiers=(*fabric.tiers[:-1], outer))
-    outer = dataclasses.replace(outer, base_s=max(times_s[-1] - predicted_s(sizes_bytes[-1]), 0.0))
+    outer = dataclasses.replace(outer, base_s=max(last_s - predicted_s(sizes_bytes[-1]), 0.0))
     return dataclasses.replace(fabric, tiers=(*fabric.tiers[:-1], outer))

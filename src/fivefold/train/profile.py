@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fivefold.errors import require_number
+from fivefold.measured import NOISE, consistent_times_s
 from fivefold.runs.machine import ProcessMeter
 from fivefold.runs.ranks import Ranks
 from fivefold.train._corpus import load_corpus, load_tokenizer
@@ -34,6 +36,8 @@ _WARM_UP = 3  # steps
 _LEAST_STEPS, _MOST_STEPS, _MEASURED_S = 12, 60, 10.0
 _TURNS = 4  # of steps alone and steps beside an all-reduce
 _FIRST_BYTES = 2**16
+_AGAIN = "measure again, on a machine that is not busy"
+_TICK_S = 1e-9  # of the clock: what took none of them took one
 _BESIDE_S = 0.5  # of the longest all-reduce beside steps, so that there are many
 
 
@@ -54,6 +58,12 @@ class StepTimes:
     # runs beside them; None where that was not measured.
     overlap_slowdown: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("model_s", "optimizer_s"):
+            require_number(f"the measured {name}", getattr(self, name), positive=True, hint=_AGAIN)
+        for name in ("rest_s", "memory_bytes", "waited_for_cpu"):
+            require_number(f"the measured {name}", getattr(self, name), hint=_AGAIN)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
@@ -61,6 +71,10 @@ class DeviceRates:
 
     product_flops: float
     copy_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("product_flops", "copy_bytes_per_s"):
+            require_number(f"the measured {name}", getattr(self, name), positive=True, hint=_AGAIN)
 
 
 class _TimedMethod(Method):
@@ -290,7 +304,7 @@ def measure_device(ranks: Ranks, *, threads: int = 1) -> DeviceRates:
             began_s = timer.now()
             work()
             times_s.append(timer.now() - began_s)
-        return min(times_s[1:])
+        return max(min(times_s[1:]), _TICK_S)
 
     product_s = fastest_s(lambda: a @ a)
     copy_s = fastest_s(lambda: target.copy_(source))
@@ -313,11 +327,12 @@ def measure_all_reduce(
         repetitions: All-reduces of each size, of which the median counts.
 
     Returns:
-        Seconds of each size on the slowest rank, equal on all ranks.
+        Seconds of each size on the slowest rank, equal on all ranks. They rise with the size, by
+        1 % where noise hides it, and never per byte (``fivefold.measured``).
     """
     timer = _TimedMethod(torch.nn.Module(), ranks.device)
-    times_s = []
-    for size in sizes_bytes:
+    found = {}
+    for size in sorted(sizes_bytes):
         payload = torch.ones(max(1, size // 4), device=ranks.device)
         own = []
         for _ in range(repetitions + 1):
@@ -327,5 +342,7 @@ def measure_all_reduce(
                 dist.all_reduce(payload)
             own.append(timer.now() - began_s)
         slow = ranks.gather(statistics.median(own[1:]), what="the times of an all-reduce")
-        times_s.append(max(slow))
-    return times_s
+        found[size] = max(*slow, _TICK_S)
+    times_s = consistent_times_s([*found], [*found.values()], least_rise=NOISE)
+    risen = dict(zip(found, times_s, strict=True))
+    return [risen[size] for size in sizes_bytes]

@@ -190,6 +190,7 @@ class Groups:
 
 _MOST_UNITS = 64  # flows are computed for so many units, spread over all
 _LARGEST_CAPACITY = 1 << 24  # SciPy's flows are 32-bit integers
+_LARGEST_EXACT = 2.0**53  # of whole bytes in a float; faster links are none of this world
 _Unit = tuple[int, ...]
 
 
@@ -277,7 +278,8 @@ class _Flows:
         self.count = len(topology.ranks)
         capacities = np.asarray(topology.capacities_bytes_per_s, dtype=np.float64)
         # Whole bytes have a common divisor, with which most flows are exact.
-        shared = float(np.gcd.reduce(np.round(capacities).astype(np.int64), initial=0))
+        whole = np.round(np.minimum(capacities, _LARGEST_EXACT)).astype(np.int64)
+        shared = float(np.gcd.reduce(whole, initial=0))
         coarse = float(capacities.max(initial=1.0)) / _LARGEST_CAPACITY
         self.unit_bytes_per_s = max(shared, 1.0) if shared >= coarse else coarse
         # A link far slower than the widest is one unit, not none.

@@ -251,7 +251,7 @@ def _check_run(
             f"batch_size={batch_size}, fanouts={list(fanouts)}, epochs={epochs}",
             hint="use positive numbers; a fan-out of -1 takes all neighbours",
         )
-    if not all(speed > 0 for speed in speeds):  # also NaN
+    if not all(0 < speed < math.inf for speed in speeds):  # also NaN
         raise ConfigurationError(
             f"the disk reads {speeds[0]} and writes {speeds[1]} bytes/s",
             hint="give the positive speed of a disk, or none to measure this one",

@@ -1,7 +1,8 @@
 """What a disk can do: measured with the engine that will read from it, and what reads will take.
 
-A request of s bytes costs t(s) seconds of a busy disk. t is measured at a few sizes and joined by
-straight lines, constant below the smallest and in proportion above the largest; reads add up.
+A request of s bytes costs t(s) seconds of a busy disk. t is measured at a few sizes, made a time
+that a disk can have (``fivefold.measured``) and joined by straight lines, constant below the
+smallest and in proportion above the largest: a request never costs more than its two halves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from fivefold.gnn.storage._writer import ContainerWriter
 from fivefold.gnn.storage.files import Files, open_files
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
 from fivefold.gnn.storage.reader import RowReader
+from fivefold.measured import consistent_times_s
 from fivefold.units import format_bytes, format_duration_s
 
 _logger = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ _BLOCK_BYTES = 1 << 20
 _CALL_BYTES = 16 << 20  # per call of the engine when measuring
 _FILE_BYTES_PER_S = 128 << 20  # size of the file per second that the probe may take
 _LEAST_FILE_BYTES = 4 << 20
+_TICK_S = 1e-9  # of the clock: what took none of them took one
+_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S = 1.0, 1e15  # of anything that is a disk
 _known: dict[tuple[int, str], DiskProfile] = {}
 
 
@@ -47,13 +52,15 @@ class DiskProfile:
         sequential_write_bytes_per_s: Writing a container, waiting for the disk at the end.
         random_read_iops: Random reads of 4 KiB per second, with the engine.
         request_latency_s: One random read of 4 KiB, alone.
-        bytes_per_s_by_request_bytes: Random reads of these sizes, with the engine.
+        bytes_per_s_by_request_bytes: Random reads of these sizes, with the engine, as they were
+            measured. Prices follow from the nearest times that a disk can have.
         backend: The engine's back end.
         direct: Whether reads went past the page cache.
         details: How it was measured.
 
     Raises:
-        ConfigurationError: A speed is not positive and finite.
+        ConfigurationError: A speed is no disk's: below 1 byte/s or above 1 PB/s, or no number; or
+            a size is not positive.
 
     Examples:
         >>> profile = DiskProfile(
@@ -79,25 +86,37 @@ class DiskProfile:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        speeds = {
-            "sequential_read_bytes_per_s": self.sequential_read_bytes_per_s,
-            "sequential_write_bytes_per_s": self.sequential_write_bytes_per_s,
-            "random_read_iops": self.random_read_iops,
-            "request_latency_s": self.request_latency_s,
-            **{f"speed at {size} bytes": s for size, s in self._measured().items()},
-        }
-        for name, value in speeds.items():
-            require_number(name, value, positive=True)
         if any(size <= 0 for size in self._measured()):
             raise ConfigurationError(
                 f"request sizes are {sorted(self._measured())}", hint="give positive sizes"
             )
+        for name in ("random_read_iops", "request_latency_s"):
+            require_number(name, getattr(self, name), positive=True)
+        speeds = {
+            "sequential_read_bytes_per_s": self.sequential_read_bytes_per_s,
+            "sequential_write_bytes_per_s": self.sequential_write_bytes_per_s,
+            **{f"speed at {size} bytes": s for size, s in self._measured().items()},
+        }
+        for name, value in speeds.items():
+            require_number(name, value, positive=True)
+            if not _SLOWEST_BYTES_PER_S <= value <= _FASTEST_BYTES_PER_S:
+                raise ConfigurationError(
+                    f"{name} is {value:g} bytes/s, which no disk has",
+                    hint="give bytes per second, from 1 to 1e15; or probe the disk",
+                )
 
     def _measured(self) -> dict[int, float]:
         """Return the table, or what the other numbers say where it is empty."""
         if self.bytes_per_s_by_request_bytes:
             return dict(self.bytes_per_s_by_request_bytes)
         return {4096: 4096 * self.random_read_iops, 1 << 20: self.sequential_read_bytes_per_s}
+
+    @cached_property
+    def _prices(self) -> tuple[list[int], list[float]]:
+        """Return sizes, ascending, and the seconds that a request of each can take."""
+        table = sorted(self._measured().items())
+        sizes = [size for size, _ in table]
+        return sizes, consistent_times_s(sizes, [size / speed for size, speed in table])
 
     def request_seconds(self, request_bytes: float) -> float:
         """Return the seconds that one request of this size costs, among others of its kind.
@@ -107,8 +126,7 @@ class DiskProfile:
         """
         if request_bytes < 0:
             raise ConfigurationError(f"request_bytes is {request_bytes}", hint="use 0 or more")
-        sizes, speeds = np.array(sorted(self._measured().items())).T
-        seconds = np.maximum.accumulate(sizes / speeds)  # never falling: noise is smoothed out
+        sizes, seconds = self._prices
         if request_bytes > sizes[-1]:
             return float(seconds[-1] * request_bytes / sizes[-1])
         return float(np.interp(request_bytes, sizes, seconds))
@@ -249,7 +267,7 @@ def _write(path: Path, blocks: int) -> tuple[Container, float]:
         for first in range(0, rows, len(block)):
             writer.write("x", first, block[: rows - first])
         container = writer.commit()
-    return container, rows * PAGE_BYTES / (time.perf_counter() - begin)
+    return container, rows * PAGE_BYTES / max(time.perf_counter() - begin, _TICK_S)
 
 
 def _sequential(files: Files, blocks: int, seconds: float) -> float:
@@ -304,4 +322,4 @@ def _rate(action: Callable[[int], Any], amount: float, seconds: float) -> float:
     while (passed := time.perf_counter() - begin) < seconds or turn == 0:
         turn += 1
         action(turn)
-    return amount * turn / passed
+    return amount * turn / max(passed, _TICK_S)

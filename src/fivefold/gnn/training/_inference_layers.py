@@ -415,10 +415,16 @@ def choose_reading(
 
 
 def profitable_gap_bytes(profile: DiskProfile) -> int:
-    """Return the longest gap that costs less to read through than another request does."""
+    """Return the longest gap that costs less to read through than another request does.
+
+    It is at most the longest request, into which whatever is longer is cut.
+    """
+    # Neither is negative: times of a profile never fall, and never exceed those of two halves.
     request_s = profile.seconds(2, 2 * PAGE_BYTES) - profile.seconds(1, 2 * PAGE_BYTES)
     page_s = (profile.seconds(2, 66 * PAGE_BYTES) - profile.seconds(2, 2 * PAGE_BYTES)) / 64
-    return int(request_s / page_s) * PAGE_BYTES if page_s > 0 else 0
+    most = _SWEEP_BYTES // PAGE_BYTES
+    pages = int(request_s / page_s) if most * page_s > request_s else most
+    return pages * PAGE_BYTES if request_s > 0 else 0
 
 
 class RowStream:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import DataError
+from fivefold.measured import NOISE
 from fivefold.network.topology import Link, Node, Topology
 
 FloatArray = npt.NDArray[np.float64]
@@ -80,12 +81,25 @@ class Contention:
         in_bytes_per_s: What each rank receives when all others send to it; float64 [ranks].
         all_bytes_per_s: What each rank sends when all send to all.
         host_out_bytes_per_s: What each host sends to the others when all its ranks do; by host.
+
+    Raises:
+        DataError: A rate is not above 0 and finite.
     """
 
     out_bytes_per_s: FloatArray
     in_bytes_per_s: FloatArray
     all_bytes_per_s: float
     host_out_bytes_per_s: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            rates = np.array([*value.values()] if isinstance(value, Mapping) else value, np.float64)
+            if not (np.isfinite(rates).all() and (rates > 0).all()):
+                raise DataError(
+                    f"{field.name} is {rates.tolist()}",
+                    hint="a rate is above 0 and finite: measure again",
+                )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,7 +115,7 @@ class Profile:
         contention: Rates under contention; None where they were not measured.
 
     Raises:
-        DataError: The arrays do not fit together.
+        DataError: The arrays do not fit together, or a time is not above 0 and finite.
 
     Examples:
         >>> sizes = (1000, 1_000_000)
@@ -127,9 +141,13 @@ class Profile:
     @cached_property
     def _fit(self) -> LineFit:
         apart = ~np.eye(self.num_ranks, dtype=bool)
-        fit = fit_line(self.sizes_bytes, np.where(apart[..., None], self.times_s, 1.0))
+        times = np.where(apart[..., None], self.times_s, 1.0)
+        fit = fit_line(self.sizes_bytes, times)
+        # A line that rises by less than noise has no rate: its reciprocal would be any number.
+        rise_s = fit.beta_s_per_byte * (self.sizes_bytes[-1] - self.sizes_bytes[0])
+        seen = apart & (rise_s >= NOISE * times.max(axis=-1))
         return LineFit(
-            fit.alpha_s * apart, fit.beta_s_per_byte * apart, fit.residuals * apart[..., None]
+            fit.alpha_s * apart, fit.beta_s_per_byte * seen, fit.residuals * apart[..., None]
         )
 
     @property
@@ -154,7 +172,7 @@ class Profile:
 
     @property
     def rates_bytes_per_s(self) -> FloatArray:
-        """One over beta; ``inf`` where no time grew with the size; float64 [ranks, ranks]."""
+        """One over beta; ``inf`` where times grew by noise only; float64 [ranks, ranks]."""
         with np.errstate(divide="ignore"):
             return 1.0 / self.beta_s_per_byte
 
@@ -174,7 +192,7 @@ class Profile:
 
     @property
     def usable_rates_bytes_per_s(self) -> FloatArray:
-        """One over beta, or where no time grew with the size, the largest size over its time."""
+        """One over beta, or where times grew by noise only, the largest size over its time."""
         with np.errstate(divide="ignore", invalid="ignore"):  # what takes no time to itself
             bounds = self.sizes_bytes[-1] / self.times_s[:, :, -1]
         return np.where(np.isinf(self.rates_bytes_per_s), bounds, self.rates_bytes_per_s)
@@ -188,7 +206,7 @@ class Profile:
         ranks share, joined by a switch.
 
         Returns:
-            The topology; its source says how it came about. Where times did not grow with the size,
+            The topology; its source says how it came about. Where times grew by noise only,
             the link gets the largest size over its time, which is less than its rate.
         """
         kind: Any = "gpu" if self.backend == "nccl" else "cpu"
@@ -199,7 +217,9 @@ class Profile:
             how = "direct links inside hosts, one network card a host"
         elif self.num_ranks > 2 and self.shares_one_port():
             pairs = self._to_hubs(["switch"] * self.num_ranks, ~np.eye(self.num_ranks, dtype=bool))
-            switches, links = [Node("switch", "switch")], list(itertools.chain.from_iterable(pairs))
+            inside = None if several else self.hosts[0]  # else nothing would join its ranks
+            switches = [Node("switch", "switch", host=inside)]
+            links = list(itertools.chain.from_iterable(pairs))
             how = "one port a rank on one switch"
         else:
             switches, links = [], self._direct(range(self.num_ranks))
