@@ -1,7 +1,7 @@
 """Outcomes of finished runs, so that an interrupted benchmark goes on where it stopped.
 
 A kept outcome is used only while the code that it depends on is the same, byte for byte: the
-workload, the runner, the trainer's model and text, and, but for DDP, the engine. It is a file of
+workload, the runner, the trainer, and, but for DDP, the engine. It is a file of
 JSON lines.
 """
 
@@ -18,7 +18,6 @@ from benchmarks.optim._settings import DDP, Setting
 
 __all__ = ["KeptOutcomes"]
 
-_TRAINER = ("model", "operators", "sampler", "corpus", "files", "token_cache", "tokenizer")
 _SCRIPTS = ("_workload.py", "_runner.py")
 
 
@@ -57,7 +56,7 @@ class KeptOutcomes:
 
 def _fingerprint(*, engine: bool) -> str:
     package = Path(fivefold.__path__[0])
-    files = [package / "train" / f"_{name}.py" for name in _TRAINER]
+    files = sorted((package / "train").glob("*.py"))
     files += [Path(__file__).with_name(name) for name in _SCRIPTS]
     if engine:
         files += sorted((package / "optim").glob("*.py"))

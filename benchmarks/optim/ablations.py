@@ -28,6 +28,7 @@ from benchmarks.results_file import BenchmarkRow, median_and_spread, write_resul
 RESULTS = TUNING_RESULTS.with_name("ablations.json")
 FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "optim"
 TUNING_SEED = 100
+QUICK_STEPS, QUICK_EVERY = 16, 8  # steps of a look, and of how many settings it takes one
 TOPIC = "optim/ablations"
 
 
@@ -92,15 +93,19 @@ def main() -> None:
     if arguments.plot:
         print("\n".join(map(str, draw_all(arguments.output or RESULTS, FIGURES))))
         return
+    if arguments.quick:
+        arguments.seeds, arguments.steps = "0", QUICK_STEPS
     kept = KeptOutcomes(arguments.keep)
     if arguments.tune:
         methods = arguments.methods.split(",")
         settings = [setting for method in methods for setting in CANDIDATES[method]]
+        settings = settings[:: QUICK_EVERY if arguments.quick else 1]
         rows = measure(settings, [TUNING_SEED], steps=arguments.steps, kept=kept)
         output = arguments.output or TUNING_RESULTS
     else:
         settings = settings_of(arguments.sweeps.split(","))
         seeds = [int(seed) for seed in arguments.seeds.split(",")]
+        settings = settings[:: QUICK_EVERY if arguments.quick else 1]
         rows = measure(settings, seeds, steps=arguments.steps, kept=kept)
         output = arguments.output or RESULTS
     if arguments.quick:
@@ -130,7 +135,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--keep", type=Path, help="file of outcomes; those of this commit are used")
-    parser.add_argument("--quick", action="store_true", help="write no results")
+    parser.add_argument("--quick", action="store_true", help="few settings, no results file")
     return parser.parse_args()
 
 

@@ -251,8 +251,10 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(map(str, MODELS)), help="million parameters")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="one repetition, no results file")
+    parser.add_argument("--quick", action="store_true", help="small models once, no results file")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.sizes = "1,10"
     rows = []
     for size in map(int, arguments.sizes.split(",")):
         for threads in map(int, arguments.threads.split(",")):

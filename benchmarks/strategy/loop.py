@@ -78,6 +78,7 @@ CASES = (
     Case(name="experts on both hosts", model=EXPERTS, rate="400Mbit/s", methods=("DDP",)),
 )
 
+QUICK_STEPS = 20
 Figures = dict[str, tuple[float, float]]  # by part: predicted and measured
 
 
@@ -196,8 +197,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each training")
     parser.add_argument("--case", help="only cases with this in their name")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="a look: once, no results file")
+    parser.add_argument("--quick", action="store_true", help="few steps once, no results file")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps = min(arguments.steps, QUICK_STEPS)
     found: dict[str, list[Figures]] = {}
     for repetition in range(1 if arguments.quick else arguments.repetitions):
         for case in CASES:
