@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -224,6 +225,24 @@ def test_a_builder_may_end_while_another_looks_for_leftovers(folder, tmp_path, m
     monkeypatch.setattr(Path, "glob", lambda at, names: [*found(at, names), at / ".has-just-gone"])
     data = DataConfig(path=str(folder), cache=str(tmp_path / "cache"), sequence_length=16)
     assert load_corpus(data, ByteTokenizer()).num_files > 1
+
+
+def test_a_builder_that_takes_hours_is_no_leftover(folder, tmp_path):
+    data = DataConfig(path=str(folder), cache=str(tmp_path / "cache"), sequence_length=16)
+    load_corpus(data, ByteTokenizer())
+    (made,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    for name, ago_s in (("writes", 60), ("was-killed", 7200)):
+        builder = tmp_path / "cache" / f".{made.name[:16]}-{name}"
+        builder.mkdir()
+        (builder / "tokens").touch()
+        os.utime(builder / "tokens", (time.time() - ago_s,) * 2)
+        os.utime(builder, (time.time() - 7200,) * 2)  # when its files were made
+    shutil.rmtree(made)
+    load_corpus(data, ByteTokenizer())
+    left = [path.name for path in (tmp_path / "cache").iterdir() if path.name[0] == "."]
+    assert [name for name in left if name.endswith(("writes", "was-killed"))] == [
+        f".{made.name[:16]}-writes"
+    ]
 
 
 @pytest.mark.parametrize("locks", [True, False])

@@ -138,10 +138,15 @@ class Aggregators:
         for node, process in self._processes.items():
             out = _output(folder, node)
             while not out.stat().st_size:
-                if process.poll() is not None or time.monotonic() > end_s:
+                if process.poll() is not None:
                     raise UnsupportedError(
                         f"the aggregating switch {node} did not start: {_last_words(folder, node)}",
                         hint="check its options; the messages are in the log folder",
+                    )
+                if time.monotonic() > end_s:
+                    raise UnsupportedError(
+                        f"the aggregating switch {node} was not ready within {_START_S:g} s",
+                        hint="the machine is busy: end other programs, and start again",
                     )
                 if select.select([control_fd], (), (), _TURN_S)[0]:
                     return  # the run is to end; the supervisor reads why

@@ -130,7 +130,8 @@ def _build(
     prefix = f".{key[:16]}-"
     for leftover in folder.glob(f"{prefix}*"):  # of a builder that was killed
         with contextlib.suppress(FileNotFoundError):  # one at work, which has just renamed it
-            if leftover.stat().st_mtime < time.time() - _LOCK_TIMEOUT_S:
+            written_s = max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
+            if written_s < time.time() - _LOCK_TIMEOUT_S:  # a large text takes longer than that
                 shutil.rmtree(leftover, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
     writer = TokenWriter(temporary, dtype)
