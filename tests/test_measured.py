@@ -18,10 +18,12 @@ from fivefold.measured import NOISE, consistent_times_s
 from fivefold.network.profiling import Profile
 from fivefold.network.profiling.profile import Contention
 from fivefold.network.topology import read_topology
+from fivefold.optim._round_choice import MessageTimes
 from fivefold.optim.advise import JobTimes, options_for
 from fivefold.optim.auto_tau import AutoTau, TauController
 from fivefold.strategy import ParallelPlan, evaluate_plan, load_cluster, load_model
 from fivefold.strategy.calibrate import calibrated_device, calibrated_fabric
+from fivefold.tasks.schedule import BucketCost, plan_send_order
 from helpers.gnn_planning import Batches, features_of
 from helpers.training_graphs import make_dataset
 
@@ -231,16 +233,41 @@ def test_a_noisy_job_is_advised(found, elements, tensors):
 
 
 readings = st.lists(st.none() | seconds | st.just(math.inf), min_size=2, max_size=2)
+three = st.lists(seconds, min_size=3, max_size=3)
 
 
-@given(st.lists(st.tuples(readings, readings), max_size=40), st.booleans())
-def test_tau_stays_within_its_limits_whatever_was_measured(rounds, balance):
-    controller = TauController(AutoTau(balance=balance, maximum=64, patience=2), world_size=2)
+@given(st.lists(st.tuples(readings, readings), max_size=40), st.booleans(), three, three)
+def test_tau_stays_within_its_limits_whatever_was_measured(rounds, balance, fixed_s, whole_s):
+    codecs = ("fp32", "int8", "int4")
+    controller = TauController(
+        AutoTau(balance=balance, maximum=64, patience=2),
+        world_size=2,
+        shares={1: 1.0, 2: 0.6, 5: 0.3},
+        times=MessageTimes(
+            fixed_s=dict(zip(codecs, fixed_s, strict=True)),
+            whole_s=dict(zip(codecs, whole_s, strict=True)),
+        ),
+    )
     for number, (step_s, all_reduce_s) in enumerate(rounds):
         found = [[time_s or 0.0 for time_s in times] for times in (step_s, all_reduce_s)]
         controller.observe(*found, round_number=number)
         assert 1 <= controller.tau <= 64
+        assert controller.codec in codecs
         assert all(1 <= controller.local_tau(rank) <= 64 for rank in range(2))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**9), seconds, seconds), min_size=1, max_size=6), seconds
+)
+def test_buckets_seen_on_a_busy_machine_have_an_order(found, s_per_byte):
+    ready = sorted(ready_s for _, ready_s, _ in found)
+    buckets = [
+        BucketCost(size_bytes=size, ready_s=ready_s, forward_s=forward_s)
+        for ready_s, (size, _, forward_s) in zip(ready, found, strict=True)
+    ]
+    order = plan_send_order(buckets, cost_s_per_byte=s_per_byte)
+    assert sorted(bucket for bucket, _ in order.chunks) == list(range(len(buckets)))
+    assert ready[-1] <= order.predicted_s < math.inf
 
 
 # -- calibration ----------------------------------------------------------------------------------
