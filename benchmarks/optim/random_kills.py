@@ -254,7 +254,8 @@ def look_at_checkpoints(root: Path, tally: Tally, *, newest_before: str) -> str:
 
 def final_digest(root: Path, tally: Tally) -> str:
     """Digest of both ranks' whole states at the end; counts replicas that differ."""
-    path = root / f"step-{STEPS:08d}"
+    path = checkpoint_folders(root)[0]
+    assert int(path.name.rpartition("-")[2]) == STEPS, "the job ended before its last checkpoint"
     states = [read_checkpoint(path, rank=rank) for rank in range(WORLD_SIZE)]
     tally.diverged += len({digest_of(state["model"]) for state in states}) > 1
     return digest_of([(s["model"], s["optimizer"], s["method"], s["rng"]) for s in states])
