@@ -25,6 +25,7 @@ from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
 from fivefold.files import read_toml
 from fivefold.network.topology import Link, Node, Topology, parse_topology
+from fivefold.network.topology.readers import file_of
 from fivefold.network.topology.text import catalogue, describes_graph, topology_from_tables
 from fivefold.strategy.stack import StackSpec
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
@@ -332,8 +333,8 @@ def _cluster(
         if not isinstance(table.get(key, ""), str):
             message = f"{key} of the cluster must be text; got {table[key]!r:.60}"
             raise ConfigurationError(message, hint=f'write {key} = "..."')
-    table = {**table, **{key: _beside(table[key], folder) for key in ("base", "topology")
-                         if key in table}}  # fmt: skip
+    if "base" in table:
+        table = {**table, "base": _beside(table["base"], folder)}
     base = _load(table["base"], bases=bases) if "base" in table else None
     fields: dict[str, Any] = {}
     tiers: dict[str, dict[str, Any]] = {}
@@ -362,7 +363,7 @@ def _cluster(
         fields["gpu"] = name.partition("-")[0]
     fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
     device = build_spec(DeviceSpec, fields, where=f"device {fields['name']!r}")
-    topology = _topology(table, name=str(fields["name"]))
+    topology = _topology(table, name=str(fields["name"]), folder=folder)
     tiers = _with_cards(table, tiers, name=name, topology=topology)
     fabric = _fabric(topology, tiers, name=str(fields["name"]))
     inherited = base.num_gpus if base is not None and topology is None else None
@@ -394,7 +395,7 @@ def _beside(text: str, folder: Path) -> str:
     return str(beside) if beside.is_file() else text
 
 
-def _topology(table: Mapping[str, Any], *, name: str) -> Topology | None:
+def _topology(table: Mapping[str, Any], *, name: str, folder: Path) -> Topology | None:
     """Return the graph that a file names or describes; None where it has tiers only."""
     described = describes_graph(table)
     if described and "topology" in table:
@@ -402,7 +403,7 @@ def _topology(table: Mapping[str, Any], *, name: str) -> Topology | None:
         raise ConfigurationError(message, hint="leave one of the two out")
     if described:
         return topology_from_tables(table, default_name=name)
-    return parse_topology(str(table["topology"])) if "topology" in table else None
+    return parse_topology(table["topology"], folder=folder) if "topology" in table else None
 
 
 def _with_cards(
@@ -512,7 +513,8 @@ def _reached(fabric: FabricSpec, known: Mapping[str, Mapping[str, Any]]) -> Fabr
 
 def _unknown(name: str) -> ConfigurationError:
     known = catalogue()
-    if name.partition(":")[0].replace("-", "_") in {*known.machines, *known.generators}:
+    network = name.partition(":")[0].replace("-", "_") in {*known.machines, *known.generators}
+    if network or file_of(name) is not None:
         return ConfigurationError(
             f"{name!r} is a network, and a plan needs the GPU and its software as well",
             hint=f'write a TOML file with base = "h100-nemo" (or another GPU and stack) and '
