@@ -4,7 +4,6 @@ import functools
 import re
 
 import pytest
-from helpers.night import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from fivefold.collectives.pricing import Group, collective_time_s, fabric_from_t
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.network.topology import named_topology, parse_topology
 from fivefold.network.topology.text import topology_with_reading
+from helpers.night import number_of
 
 NCCL = """<system version="1">
   <cpu numaid="0" affinity="ff" arch="x86_64" vendor="AuthenticAMD" familyid="143" modelid="49">
