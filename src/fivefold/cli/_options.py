@@ -35,7 +35,8 @@ with later():
     from fivefold.reading import Reading
     from fivefold.report import print_page
     from fivefold.report.page import Page, PagePart, PageSection, TextBlock
-    from fivefold.strategy import load_cluster, named_clusters
+    from fivefold.strategy import load_cluster
+    from fivefold.strategy.cluster import is_named_cluster
 
 
 class ArgumentError(ConfigurationError):
@@ -106,7 +107,7 @@ def read_topology_of(
 
 
 def _of_cluster(text: str) -> Topology:
-    if Path(text).suffix != ".toml" and text.partition(":")[0] not in named_clusters():
+    if Path(text).suffix != ".toml" and not is_named_cluster(text.partition(":")[0]):
         return parse_topology(text)  # which knows what is near
     return load_cluster(text).graph()
 
