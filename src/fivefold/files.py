@@ -29,7 +29,13 @@ from pathlib import Path
 from typing import Any
 from xml.parsers import expat
 
-from fivefold.errors import ConfigurationError, DataError, FivefoldError, StorageError
+from fivefold.errors import (
+    ConfigurationError,
+    DataError,
+    FivefoldError,
+    StorageError,
+    UnsupportedError,
+)
 from fivefold.units import format_bytes
 
 __all__ = [
@@ -39,6 +45,7 @@ __all__ = [
     "parse_json",
     "parse_toml",
     "parse_xml",
+    "parse_yaml",
     "read_bytes",
     "read_checked_json",
     "read_json",
@@ -286,6 +293,25 @@ def parse_xml(
         message = f"{where}: line {error.lineno}: this is no XML: {error}"
         raise DataError(message, hint="is the file whole?") from error
     return top.children[0]
+
+
+def parse_yaml(text: str, *, where: str) -> Any:
+    """Read YAML that is at hand: plain values, no objects.
+
+    Raises:
+        UnsupportedError: PyYAML is not installed.
+        DataError: It is no YAML.
+    """
+    try:
+        import yaml  # noqa: PLC0415 - only files of other programs are written in it
+    except ImportError as error:
+        message = f"{where} is YAML, and PyYAML is not installed"
+        raise UnsupportedError(message, hint="pip install pyyaml") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).split())
+        raise DataError(f"{where} is not YAML: {said:.200}", hint="mend that line") from error
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:

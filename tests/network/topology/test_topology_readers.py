@@ -324,3 +324,85 @@ def test_a_slower_link_of_a_file_never_gives_a_faster_answer(tmp_path_factory, p
     slow = NCCL[: chosen.start(2)] + str(less) + NCCL[chosen.end(2) :]
     before, after = (times_s(text, tmp_path_factory.getbasetemp()) for text in (NCCL, slow))
     assert all(b >= a * (1 - 1e-6) for a, b in zip(before, after, strict=True))
+
+
+ASTRA = """# three dimensions
+topology: [ Ring, FullyConnected, Switch ]
+npus_count: [ 4, 3, 2 ]
+bandwidth: [ 200.0, 100.0, 50.0 ]  # GB/s
+latency: [ 50.0, 500.0, 2000.0 ]  # ns
+"""
+TACCL = """{"name": "pair", "gpus_per_node": 2, "alpha": 0.5, "links": [[0, 1], [1, 0]],
+ "betas": [[0, 10], [10, 0]], "invbws": [[0, 10.5], [10.5, 0]], "comment": "ours"}"""
+
+
+def test_a_network_of_astra_sim_has_its_dimensions(tmp_path):
+    found, reading = read(tmp_path, ASTRA + "extra: 1\n")
+    gb = 2**30  # NetworkFunction.cc of the analytical backend
+    assert found.num_ranks == 24
+    # Neighbours of NPU 0: 1 and 3 on the ring, 4 and 8 in the second dimension, a switch.
+    ends = {link.target: link for link in found.links if link.source == "npu0"}
+    assert set(ends) == {"npu1", "npu3", "npu4", "npu8", "dim2/switch0"}
+    assert ends["npu3"].bandwidth_bytes_per_s == 200 * gb
+    assert ends["npu8"].bandwidth_bytes_per_s == 100 * gb
+    assert ends["npu8"].latency_s == pytest.approx(5e-7)
+    across = {link.target for link in found.links if link.source == "dim2/switch0"}
+    assert across == {"npu0", "npu12"}
+    assert [note.name for note in reading.left_out] == ["extra"]
+    assert found.hosts["host1"] == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("Ring", "Torus2D", "has the dimension 'Torus2D'"),
+        ("[ 4, 3, 2 ]", "[ 4, 3 ]", "several lengths: topology 3, npus_count 2"),
+        ("100.0", "0", "bandwidth of .* has 0"),
+        ("100.0", "fast", "bandwidth of .* has 'fast'"),
+        ("500.0", "-1", "latency of .* has -1"),
+        ("latency:", "delay:", "has no latency"),
+        ("[ 4, 3, 2 ]", "[ 4096, 3, 4096 ]", "50,331,648 NPUs"),
+        ("[ 200.0,", "[ 200.0, [", "is not YAML"),
+    ],
+)
+def test_a_network_of_astra_sim_that_does_not_fit_is_refused(tmp_path, old, new, words):
+    with pytest.raises(FivefoldError, match=words):
+        read(tmp_path, ASTRA.replace(old, new, 1))
+
+
+def test_one_box_of_taccl_needs_no_times_between_boxes(tmp_path):
+    found, reading = read(tmp_path, TACCL, ",chunk=1 MB")
+    assert rate(found, "gpu0", "gpu1") == pytest.approx(1e6 / 10e-6)
+    assert [note.name for note in reading.left_out] == ["comment"]
+    assert assumed(reading) == {"time_scale": "1.0"}
+    path = tmp_path / "given.any"
+    assert parse_topology(f"taccl:{path},chunk=1 MB") == found
+    with pytest.raises(ConfigurationError, match=r"how large a chunk.*,chunk=1 MiB"):
+        read(tmp_path, TACCL)
+    with pytest.raises(FivefoldError, match="is of one box: it has no remote_alpha"):
+        read(tmp_path, TACCL, ":2,chunk=1 MB")
+    remote = TACCL.replace(
+        '"name"', '"remote_alpha": 1, "remote_beta": 50, "remote_invbw": 51, "name"'
+    )
+    two, _ = read(tmp_path, remote, ":2,chunk=1 MB,connections=direct-map,time_scale=10")
+    assert rate(two, "box0/gpu1", "box1/gpu1") == pytest.approx(1e6 / 10e-6)  # two share a NIC
+
+
+@given(
+    keys=st.dictionaries(
+        st.sampled_from(("zeta", "links-count", "note", "dimension-type")), st.integers(0, 9)
+    ),
+    order=st.permutations(ASTRA.splitlines()),
+    cut=st.integers(0, 8),
+)
+def test_every_key_of_a_network_has_one_place(tmp_path_factory, keys, order, cut):
+    lines = [*order, *(f"{key}: {value}" for key, value in keys.items())]
+    lines = lines[: len(lines) - (cut if cut < 3 else 0)]
+    try:
+        _, reading = read(tmp_path_factory.getbasetemp(), "\n".join(lines))
+    except FivefoldError:  # a key is missing
+        return
+    for line in lines:
+        key = line.partition(":")[0]
+        if not line.startswith("#"):
+            assert sum(key in one for one in lists_of(reading)) == 1

@@ -184,6 +184,9 @@ def topology_with_reading(
     if name == "lingjun":
         return load_lingjun(rest), None
     if name == "taccl":
+        file = file_of(rest, folder=folder)
+        if file is not None:
+            return _of_file(file)
         profile, _, boxes = rest.partition(":")
         return TacclProfile.load(profile).to_topology(boxes=_count(boxes or "1", text)), None
     file = file_of(text, folder=folder)

@@ -10,7 +10,7 @@ from typing import Any
 from fivefold.errors import ConfigurationError, DataError, FivefoldError, require_one_of
 from fivefold.files import read_text
 from fivefold.network.topology._topology import Topology
-from fivefold.network.topology.readers import nccl, nvidia_smi
+from fivefold.network.topology.readers import astra_sim, nccl, nvidia_smi, taccl
 from fivefold.network.topology.readers.boxes import OPTIONS, Source, root_tag
 from fivefold.reading import Reading
 
@@ -46,6 +46,13 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "nvidia-smi matrix", "text of nvidia-smi topo -m", nvidia_smi.recognises, nvidia_smi.read,
         nvidia_smi.OPTIONS,
+    ),
+    Format(
+        "ASTRA-sim network", "YAML with topology, npus_count, bandwidth, latency",
+        astra_sim.recognises, astra_sim.read, astra_sim.OPTIONS,
+    ),
+    Format(
+        "TACCL topology", "JSON of its examples/topo", taccl.recognises, taccl.read, taccl.OPTIONS,
     ),
 )  # fmt: skip
 

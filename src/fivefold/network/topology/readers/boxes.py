@@ -36,9 +36,12 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split("+") if name)
 
 
-def _network(text: str) -> str:
-    require_one_of(text, ("switch", "rails"), f"there is no network {text!r:.40}")
-    return text
+def _one_of(*known: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        require_one_of(text, known, f"{text!r:.40} is not known")
+        return text
+
+    return parse
 
 
 def _number(text: str) -> float:
@@ -69,12 +72,17 @@ OPTIONS: Mapping[str, Option] = {
         Option("nic", "400 Gbit/s", "rate of each network adapter", parse_bytes_per_s),
         Option("nics", "mlx5_0+mlx5_3", "adapters that lead to other boxes", _names),
         Option("ibstat", "FILE", "text of ibstat: rates of the adapters", str),
-        Option("network", "rails", "between boxes: one switch, or rails", _network),
+        Option(
+            "network", "rails", "between boxes: one switch, or rails", _one_of("switch", "rails")
+        ),
         Option("chunk", "1 MiB", "size of the chunk that times are for", parse_bytes),
         Option("time_scale", "10", "what microseconds were multiplied by", _number),
-        Option("connections", "direct-map", "who sends to whom between boxes", str),
+        Option(
+            "connections", "direct-map", "who sends to whom between boxes",
+            _one_of("relay", "direct-map", "fully-connected"),
+        ),
     )
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -98,12 +106,12 @@ class Source:
         """Return what an option says; else a value that is noted as assumed, once a name."""
         if key in self.told:
             if f"{key}=" not in self.reading.names():
-                self.reading.take(f"{key}=", f"{_shown(self.told[key])}, as told")
+                self.reading.take(f"{key}=", f"{_shown(self.told[key], key)}, as told")
             return self.told[key]  # type: ignore[no-any-return]
         known = self._assumed.setdefault(name or key, value)
         if (name or key) not in self.reading.names():
             hint = f"; {key}= says another" if key in OPTIONS else ""
-            self.reading.assume(name or key, _shown(value), f"{why}{hint}", decisive=decisive)
+            self.reading.assume(name or key, _shown(value, key), f"{why}{hint}", decisive=decisive)
         return known  # type: ignore[no-any-return]
 
     def question(self, key: str, what: str) -> ConfigurationError:
@@ -135,15 +143,14 @@ def root_tag(text: str) -> str:
     return found[1] if found else ""
 
 
-def _shown(value: object) -> str:
-    """Return a value as people read it: floats are rates here."""
-    if isinstance(value, float):
-        return format_bytes_per_s(value)
+def _shown(value: object, key: str) -> str:
+    """Return an option's value as people read it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, tuple):
         return "+".join(map(str, value))
-    return (
-        {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
-    )
+    rate = OPTIONS[key].parse is parse_bytes_per_s
+    return format_bytes_per_s(value) if rate and isinstance(value, int | float) else str(value)
 
 
 @dataclass
