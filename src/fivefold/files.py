@@ -61,6 +61,7 @@ _LOG = logging.getLogger(__name__)
 _LOCK_POLL_S = 0.05
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _MOST_LEVELS = 100
+_DOCTYPE = 4  # expat's values for one: name, places, and whether declarations follow
 _MOST_ELEMENTS = 1_000_000  # of XML: the whole tree is kept
 _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 # tomllib's time grows with the square of the parts of a dotted key: 32 kB take three seconds.
@@ -240,7 +241,8 @@ def parse_xml(
 ) -> XmlElement:
     """Read XML that is at hand: elements and attributes, without the text between them.
 
-    Document types and entities are refused, which a small file can make large with.
+    Entities are refused, and document types that may declare them: a small file becomes large with
+    them. A document type that only names one elsewhere is passed over; nothing is loaded.
 
     Args:
         text: The XML.
@@ -277,7 +279,9 @@ def parse_xml(
         stack[-1].children.append(element)
         stack.append(element)
 
-    def refuse(*_: object) -> None:
+    def refuse(*declared: object) -> None:
+        if len(declared) == _DOCTYPE and not declared[-1]:  # a name alone, which nothing follows
+            return
         raise DataError(
             f"{where}: line {parser.CurrentLineNumber}: a document type or an entity is declared",
             hint="neither is needed; remove the declaration",

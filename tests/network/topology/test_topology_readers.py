@@ -179,6 +179,28 @@ def test_eight_gpus_with_all_links_to_each_sit_on_a_switch(tmp_path):
     assert "nvswitch" not in {note.name for note in reading.decisive()}
 
 
+def test_a_cloud_s_file_without_nvlinks_may_be_told_them(tmp_path):
+    text = re.sub(r"\s*<nvlink.*", "", NCCL)
+    _, reading = read(tmp_path, text)
+    assert "nvlinks" in {note.name for note in reading.decisive()}
+    found, _ = read(tmp_path, text, ",nvlinks=12")
+    assert rate(found, "gpu1", "nvswitch") == 300e9
+
+
+def test_columns_that_ran_into_one_another_are_told_apart(tmp_path):
+    """As terminals and issue forms leave wide matrices."""
+    glued = SMI.replace("NIC0\tNIC1\tCPU", "NIC0NIC1CPU").replace("PXB\tSYS\t", "PXBSYS ")
+    assert glued != SMI
+    assert read(tmp_path, glued)[0] == read(tmp_path, SMI)[0]
+
+
+def test_an_empty_cpu_affinity_does_not_shift_the_numa_domain(tmp_path):
+    two = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV4\t0-3\t1\nGPU1\tNV4\t X \t\t1\n"
+    found, _ = read(tmp_path, two)
+    assert any(node.name.startswith("node") for node in found.nodes)  # one domain, not two sockets
+    assert not any(node.name.startswith("sys") for node in found.nodes)
+
+
 def test_ibstat_says_what_the_adapters_carry(tmp_path):
     (tmp_path / "ib.txt").write_text(IBSTAT)
     found, reading = read(tmp_path, SMI, f":2,ibstat={tmp_path / 'ib.txt'}")
@@ -192,6 +214,7 @@ def test_ibstat_says_what_the_adapters_carry(tmp_path):
     [
         (NCCL, ",chunk=1MB", "takes no 'chunk'"),
         (NCCL, ",nvlinks=4", "nvlinks= changes nothing"),
+        (NCCL, ",nvswitch=yes", "takes no 'nvswitch'"),
         (NCCL, ",nic=400", "nic=: .*400"),
         (NCCL, ":2,nics=mlx5_9", "no adapter 'mlx5_9'"),
         (NCCL, ",nic", "has no key or no value"),

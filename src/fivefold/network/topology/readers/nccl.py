@@ -397,9 +397,9 @@ class _Machine:
 
     def _nvlinks(self, gpus: list[_Device]) -> None:
         plane, used = "", {id(gpu): gpu for gpu in gpus}
-        if not any(gpu.gpu is not None for gpu in gpus):
+        inside = [part for gpu in gpus if gpu.gpu is not None for part in gpu.gpu.children]
+        if not any(part.tag in {"nvlink", "xgmi"} for part in inside):
             self._told_nvlinks(gpus)
-            return
         for gpu in used.values():
             switched: dict[float, int] = {}
             for link in gpu.gpu.children if gpu.gpu is not None else ():
@@ -426,17 +426,19 @@ class _Machine:
                 self.builder.join(gpu.name, plane, Wire(rate, count=count))
 
     def _told_nvlinks(self, gpus: list[_Device]) -> None:
-        """Join GPUs of a file that has none of NCCL's own elements."""
+        """Join GPUs of a file without NVLinks, as those are that clouds give to NCCL."""
         number = self.source.told_or(
-            "nvlinks", 0, "the file says PCIe only; NCCL asks the driver for NVLinks", decisive=True
+            "nvlinks", 0, "the file has none; NCCL asks the driver for them", decisive=True
         )
         if number:
-            rate = self.source.told_or(
-                "nvlink", 25e9, "V100, A100 and H100; no gpu says its sm", decisive=True
-            )
+            gpu = gpus[0].gpu
+            sm = _integer(gpu, "sm", 0) if gpu is not None else 0
+            rate = next((rate for least, rate in _NVLINKS if sm >= least), 25e9)
+            why = f"one link and direction of sm {sm}" if sm else "V100, A100 and H100"
+            rate = self.source.told_or("nvlink", rate, why, decisive=not sm)
             plane = self.builder.node("nvswitch", "nvswitch", host=gpus[0].host)
-            for gpu in gpus:
-                self.builder.join(gpu.name, plane, Wire(rate, count=number))
+            for gpu_of in gpus:
+                self.builder.join(gpu_of.name, plane, Wire(rate, count=number))
 
     def _target(self, gpu: _Device, link: XmlElement, used: Mapping[int, _Device]) -> str | None:
         """Return the name of the GPU at the other end, nvswitch or cpu; None where it is gone."""

@@ -47,8 +47,18 @@ def read(text: str, source: Source, *, name: str) -> Topology:
     return joined(source, *_built(matrix, source), name=name)
 
 
+_CELL = r"(?:NV\d{1,3}|NODE|PIX|PXB|PHB|SYS|SOC|X)"
+
+
 def _plain(text: str) -> list[str]:
-    return [_ESCAPES.sub("", line).rstrip() for line in text.splitlines()]
+    """Return the lines without colours, and with blanks where columns have run into one another."""
+    lines = [_ESCAPES.sub("", line).rstrip() for line in text.splitlines()]
+    lines = [re.sub(r"(?<=\d)(?=(?:NIC|GPU)\d|CPU Affinity)", " ", line) for line in lines]
+    return [re.sub(rf"(?<=\s){_CELL}{{2,}}(?!\S)", _apart, line) for line in lines]
+
+
+def _apart(cells: re.Match[str]) -> str:
+    return " ".join(re.findall(_CELL, cells[0]))
 
 
 def _header(line: str) -> list[str]:
@@ -97,7 +107,7 @@ def _matrix(text: str, source: Source) -> _Matrix:
         if number - 1 == start or not words:
             continue
         if words[0] in found.devices and words[0] not in rows and number - 1 > start:
-            rows[words[0]] = words[1:]
+            rows[words[0]] = _cells(line, len(found.devices))
             reading.take(f"row {words[0]}")
         elif words[0] in found.devices and number - 1 > start:
             raise DataError(f"line {number} is a second row of {words[0]}", hint=_SMI)
@@ -111,6 +121,14 @@ def _matrix(text: str, source: Source) -> _Matrix:
     reading.take("header", f"{len(found.gpus)} GPUs, {len(found.adapters)} adapters")
     _fill(found, rows, [word for word in extra if word], source)
     return found
+
+
+def _cells(line: str, count: int) -> list[str]:
+    """Return the cells of a row, and what its further columns say, empty ones among them."""
+    words, fields = line.split(), [field.strip() for field in line.split("\t")]
+    if len(fields) > count and fields[: count + 1] == words[: count + 1]:
+        return fields[1:]
+    return words[1:]
 
 
 def _fill(
