@@ -429,3 +429,54 @@ def test_every_key_of_a_network_has_one_place(tmp_path_factory, keys, order, cut
         key = line.partition(":")[0]
         if not line.startswith("#"):
             assert sum(key in one for one in lists_of(reading)) == 1
+
+
+HWLOC = """<?xml version="1.0" encoding="UTF-8"?>
+<!DOCTYPE topology SYSTEM "hwloc2.dtd">
+<topology version="2.0"><object type="Machine" os_index="0" gp_index="1">
+ <info name="Backend" value="Linux"/>
+ <object type="Package" os_index="0" cpuset="0x1">
+  <object type="NUMANode" os_index="0"><page_type size="4096" count="1"/></object>
+  <object type="Bridge" bridge_type="0-1" depth="0" bridge_pci="0000:[00-0f]">
+   <object type="Bridge" bridge_type="1-1" pci_busid="0000:01:00.0"
+     pci_type="0604 [1:2] [0:0] 00" pci_link_speed="31.5">
+    <object type="PCIDev" pci_busid="0000:02:00.0"
+     pci_type="0302 [10de:20b0] [10de:134f] a1" pci_link_speed="31.5">
+     <object type="OSDev" name="cuda1" subtype="CUDA" osdev_type="5"/></object>
+    <object type="PCIDev" pci_busid="0000:03:00.0"
+     pci_type="0207 [15b3:101b] [15b3:7] 00" pci_link_speed="31.5">
+     <object type="OSDev" name="mlx5_0" osdev_type="3"/></object>
+   </object>
+   <object type="PCIDev" pci_busid="0000:04:00.0"
+     pci_type="0300 [1d0f:1111] [0:0] 00" pci_link_speed="0.0"/>
+  </object></object>
+ <object type="Package" os_index="1">
+  <object type="Bridge" bridge_type="0-1" depth="0">
+   <object type="PCIDev" pci_busid="0000:82:00.0"
+     pci_type="0302 [10de:20b0] [10de:134f] a1" pci_link_speed="15.75">
+    <object type="OSDev" name="cuda0" subtype="CUDA" osdev_type="5"/></object>
+  </object></object>
+</object></topology>"""
+
+
+def test_a_file_of_lstopo_becomes_its_pcie(tmp_path):
+    found, reading = read(tmp_path, HWLOC, ",nvlinks=12")
+    assert found.ranks == ("gpu0", "gpu1")
+    assert rate(found, "gpu1", "pci 0000:01:00.0") == 31.5e9  # cuda1 is the first of the file
+    assert rate(found, "gpu0", "package1") == 15.75e9
+    assert rate(found, "pci 0000:01:00.0", "package0") == 31.5e9
+    assert rate(found, "package0", "package1") == 16e9
+    assert rate(found, "gpu0", "nvswitch") == 300e9
+    assert "PCIDev 0000:04:00.0" in {note.name for note in reading.left_out}
+    names = [name for one in lists_of(reading) for name in one]
+    for tag, rest in re.findall(r"<([a-z]\w*)([^>]*)", HWLOC):
+        for name in (tag, *(f"{tag}@{key}" for key in re.findall(r"(\w+)=", rest))):
+            assert names.count(name) == 1, name
+    two, _ = read(tmp_path, HWLOC, ":2,nic=200 Gbit/s")
+    assert rate(two, "box0/mlx5_0", "fabric") == 25e9
+    with pytest.raises(ConfigurationError, match="what the adapter mlx5_0 carries"):
+        read(tmp_path, HWLOC, ":2")
+    with pytest.raises(FivefoldError, match="no GPU of NVIDIA"):
+        read(tmp_path, HWLOC.replace("0302", "0106"))
+    with pytest.raises(FivefoldError, match="pci_link_speed='fast'"):
+        read(tmp_path, HWLOC.replace("15.75", "fast"))

@@ -10,7 +10,7 @@ from typing import Any
 from fivefold.errors import ConfigurationError, DataError, FivefoldError, require_one_of
 from fivefold.files import read_text
 from fivefold.network.topology._topology import Topology
-from fivefold.network.topology.readers import astra_sim, nccl, nvidia_smi, taccl
+from fivefold.network.topology.readers import astra_sim, hwloc, nccl, nvidia_smi, taccl
 from fivefold.network.topology.readers.boxes import OPTIONS, Source, root_tag
 from fivefold.reading import Reading
 
@@ -47,6 +47,7 @@ FORMATS: tuple[Format, ...] = (
         "nvidia-smi matrix", "text of nvidia-smi topo -m", nvidia_smi.recognises, nvidia_smi.read,
         nvidia_smi.OPTIONS,
     ),
+    Format("hwloc topology", "XML of lstopo", hwloc.recognises, hwloc.read, hwloc.OPTIONS),
     Format(
         "ASTRA-sim network", "YAML with topology, npus_count, bandwidth, latency",
         astra_sim.recognises, astra_sim.read, astra_sim.OPTIONS,
