@@ -1,4 +1,4 @@
-"""Read text, TOML and JSON that a user gives; write files whole or not at all.
+"""Read text, TOML, JSON and XML that a user gives; write files whole or not at all.
 
 Whatever the file is, reading it ends in bounded time and memory, with plain values or with one
 clear error. What a parser would let through and later code would trip over is refused here: a
@@ -23,18 +23,29 @@ import stat
 import time
 import tomllib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.parsers import expat
 
-from fivefold.errors import ConfigurationError, DataError, FivefoldError, StorageError
+from fivefold.errors import (
+    ConfigurationError,
+    DataError,
+    FivefoldError,
+    StorageError,
+    UnsupportedError,
+)
 from fivefold.units import format_bytes
 
 __all__ = [
+    "XmlElement",
     "free_bytes",
     "nearest_file",
     "parse_json",
     "parse_toml",
+    "parse_xml",
+    "parse_yaml",
     "read_bytes",
     "read_checked_json",
     "read_json",
@@ -50,6 +61,8 @@ _LOG = logging.getLogger(__name__)
 _LOCK_POLL_S = 0.05
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _MOST_LEVELS = 100
+_DOCTYPE = 4  # expat's values for one: name, places, and whether declarations follow
+_MOST_ELEMENTS = 1_000_000  # of XML: the whole tree is kept
 _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 # tomllib's time grows with the square of the parts of a dotted key: 32 kB take three seconds.
 _DOTTED_KEY = re.compile(
@@ -211,6 +224,98 @@ def parse_json(text: str | bytes, *, where: str, finite: bool = True) -> Any:
         raise _not_of_the_form(error, where, _JSON) from None
     _check_values(found, where, _JSON, finite=finite)
     return found
+
+
+@dataclass(slots=True)
+class XmlElement:
+    """An element of XML: its tag, attributes and children, and the line where it begins."""
+
+    tag: str
+    attributes: dict[str, str]
+    line: int
+    children: list[XmlElement] = field(default_factory=list)
+
+
+def parse_xml(
+    text: str, *, where: str, check: Callable[[XmlElement, XmlElement], None] | None = None
+) -> XmlElement:
+    """Read XML that is at hand: elements and attributes, without the text between them.
+
+    Entities are refused, and document types that may declare them: a small file becomes large with
+    them. A document type that only names one elsewhere is passed over; nothing is loaded.
+
+    Args:
+        text: The XML.
+        where: What it is, at the head of messages.
+        check: Called with each element and the one around it, as soon as it begins; may refuse it.
+
+    Returns:
+        The root.
+
+    Raises:
+        DataError: It is no XML, declares a document type or an entity, or is beyond a limit.
+
+    Examples:
+        >>> root = parse_xml("<system><cpu numaid='0'/></system>", where="a topology")
+        >>> root.tag, root.children[0].attributes
+        ('system', {'numaid': '0'})
+    """
+    parser = expat.ParserCreate()
+    top = XmlElement("", {}, 0)
+    stack, count = [top], 0
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_ELEMENTS or len(stack) > _MOST_LEVELS:
+            raise DataError(
+                f"{where} is too large: XML may have {_MOST_ELEMENTS:,} elements in "
+                f"{_MOST_LEVELS} levels",
+                hint="is it the file that you mean?",
+            )
+        element = XmlElement(tag, attributes, parser.CurrentLineNumber)
+        if check is not None:
+            check(element, stack[-1])
+        stack[-1].children.append(element)
+        stack.append(element)
+
+    def refuse(*declared: object) -> None:
+        if len(declared) == _DOCTYPE and not declared[-1]:  # a name alone, which nothing follows
+            return
+        raise DataError(
+            f"{where}: line {parser.CurrentLineNumber}: a document type or an entity is declared",
+            hint="neither is needed; remove the declaration",
+        )
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = lambda _: stack.pop()
+    parser.StartDoctypeDeclHandler = refuse
+    parser.EntityDeclHandler = refuse
+    try:
+        parser.Parse(text, True)
+    except expat.ExpatError as error:
+        message = f"{where}: line {error.lineno}: this is no XML: {error}"
+        raise DataError(message, hint="is the file whole?") from error
+    return top.children[0]
+
+
+def parse_yaml(text: str, *, where: str) -> Any:
+    """Read YAML that is at hand: plain values, no objects.
+
+    Raises:
+        UnsupportedError: PyYAML is not installed.
+        DataError: It is no YAML.
+    """
+    try:
+        import yaml  # noqa: PLC0415 - only files of other programs are written in it
+    except ImportError as error:
+        message = f"{where} is YAML, and PyYAML is not installed"
+        raise UnsupportedError(message, hint="pip install pyyaml") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).split())
+        raise DataError(f"{where} is not YAML: {said:.200}", hint="mend that line") from error
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:

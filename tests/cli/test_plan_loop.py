@@ -20,7 +20,7 @@ from fivefold.train._loop import require_settings
 from fivefold.train.config import MixtureConfig, ModelConfig, TrainConfig, settings_fingerprint
 
 ETHERNET = """\
-base = "h100-torchtitan"
+base = "h100-80gb-torchtitan"
 gpus = 16
 gpus_per_node = 8
 nic = "10 Gbit/s"

@@ -15,7 +15,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.network.topology import read_topology
 from fivefold.strategy import load_cluster
 
-CARDS = 'base = "h100-torchtitan"\ngpus = 16\ngpus_per_node = 8\nnic = "10 Gbit/s"\n'
+CARDS = 'base = "h100-80gb-torchtitan"\ngpus = 16\ngpus_per_node = 8\nnic = "10 Gbit/s"\n'
 LINKS = """\
 nodes = [
   { name = "a", kind = "cpu", host = "x" },
@@ -104,7 +104,7 @@ def test_the_links_of_tiers_have_the_rates_of_the_tiers(tmp_path_factory, gpus, 
 
 @pytest.mark.parametrize("where", ["file", "name"])
 def test_every_command_takes_it(tmp_path, where):
-    cluster = "h100-torchtitan:16" if where == "name" else str(write(tmp_path, CARDS))
+    cluster = "h100-80gb-torchtitan:16" if where == "name" else str(write(tmp_path, CARDS))
     job = write(tmp_path, 'model = "gpt3-1.3b"\nglobal_batch = 16\n', "job.toml")
     jobs = write(tmp_path, '[[jobs]]\nid = "one"\nranks = [0, 8]\niterations = 2\n'
                  'compute = "1 ms"\nlayers = 2\ngradients = "4 MB"\n', "jobs.toml")  # fmt: skip

@@ -73,7 +73,7 @@ def test_messages_are_hidden_only_in_the_steady_part(virtual, micro_batches):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_columns_agree_on_every_stack_s_recomputation(recompute, dtype):
-    cluster, model = load_cluster("h100-torchtitan"), load_model("llama3-8b")
+    cluster, model = load_cluster("h100-96gb-torchtitan"), load_model("llama3-8b")
     plans = [
         ParallelPlan(
             global_batch=64, data=4, tensor=tensor, pipeline=2, virtual=2, schedule="interleaved",

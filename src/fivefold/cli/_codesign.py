@@ -25,9 +25,11 @@ from fivefold.cli._options import (
     JsonOption,
     PageOption,
     PathSeedOption,
+    bytes_of,
     numbers_of,
     output_option,
     require_writable,
+    seconds_of,
     topology_of,
     write_json,
 )
@@ -55,6 +57,7 @@ with later():
     )
     from fivefold.codesign.exports import timeline_of
     from fivefold.codesign.plans import decisions_to_json
+    from fivefold.codesign.tables import TableTold, is_job_table
     from fivefold.network.topology import Topology
     from fivefold.report import print_page, write_html
     from fivefold.report.format import typed_command
@@ -99,12 +102,24 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     ] = True,
     seed: PathSeedOption = 0,
     budget: BudgetOption = 60,
+    compute: Annotated[
+        str | None, typer.Option(help="Of a scheduler's table: an iteration's compute, as '0.3 s'.")
+    ] = None,
+    gradients: Annotated[
+        str | None, typer.Option(help="Of such a table: what an iteration reduces, as '1 GB'.")
+    ] = None,
+    time_unit: Annotated[
+        Literal["s", "ms"] | None, typer.Option(help="Of such a table: unit of its bare times.")
+    ] = None,
     output: OutputOption = None,
     chakra: ChakraOption = None,
     report: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan jobs on a cluster and simulate them beside the uncoordinated baseline.
+
+    JOBS may be a scheduler's table, as sacct --parsable2 or Philly's log: it says when jobs ran on
+    how many GPUs, and --compute and --gradients what they did.
 
     The plan says for each job how its gradients are fused and ordered, which algorithm reduces
     them, over which paths, in which class and at which offset. Nothing is run for real.
@@ -114,9 +129,14 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     """
     require_writable(output, chakra, report)
     topology = topology_of(cluster)
+    told = TableTold(
+        compute_s=None if compute is None else seconds_of(compute),
+        gradient_bytes=None if gradients is None else bytes_of(gradients), unit=time_unit,
+    )  # fmt: skip
     with ProgressBar() as show:
-        specs = load_jobs(jobs, topology, progress=show)
-    say_shared_ranks(specs)
+        specs = load_jobs(jobs, topology, progress=show, told=told)
+    if not is_job_table(jobs):  # whose jobs have the same ranks one after the other
+        say_shared_ranks(specs)
     with ProgressBar() as show:
         found = plan_cluster(
             topology,

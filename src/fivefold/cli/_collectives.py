@@ -27,6 +27,7 @@ from fivefold.cli._options import (
     seconds_of,
     show,
     topology_of,
+    typed_arguments,
     write_json,
 )
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
@@ -49,6 +50,7 @@ with later():
         to_msccl_xml,
         to_mscclpp_json,
     )
+    from fivefold.collectives.pricing import Software, software_of
     from fivefold.collectives.schedules import (
         Schedule,
         draw_schedule,
@@ -72,7 +74,7 @@ with later():
 _Collective = Annotated[str, typer.Argument(help="Such as all_reduce.")]
 
 
-def bench_algorithms(
+def bench_algorithms(  # noqa: PLR0913 - one parameter per option of the command line
     collective: _Collective,
     topology: Annotated[
         str | None, typer.Argument(help="A topology; none where ranks are running (torchrun).")
@@ -80,13 +82,22 @@ def bench_algorithms(
     *,
     sizes: Annotated[str, typer.Option(help="Sizes with commas.")] = "64KB,1MB,16MB",
     repetitions: Annotated[int, typer.Option(min=1, help="Measured calls of each size.")] = 5,
+    software: Annotated[
+        str | None,
+        typer.Option(
+            help="Communication library that prices are of: nccl, rccl or gloo (fivefold's own "
+            "backend over it).",
+            show_default="by the ranks",
+        ),
+    ] = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Price the algorithms on a topology; or, under torchrun or the lab, measure the backend.
 
-    With a topology: predicted times by message size, and which one would be chosen. Without one,
+    With a topology: predicted times by message size, and which one would be chosen, under the
+    communication library of its GPUs (inner is the library's own choice). Without one,
     in running ranks: measured times of the backend's choice and of the inner backend, each the
     median of the slowest rank's.
     """
@@ -99,23 +110,30 @@ def bench_algorithms(
             )
         rows = _measured(collective, wanted, repetitions)
     else:
-        rows = _priced(
-            collective, topology_of(topology, bandwidth=bandwidth, latency=latency), wanted
-        )
+        network = topology_of(topology, bandwidth=bandwidth, latency=latency)
+        with typed_arguments():
+            library = software_of(network, software)
+        rows = _priced(collective, network, wanted, library)
     if as_json and rows:
         write_json(rows)
     elif rows:
-        how = "measured" if topology is None else f"predicted on {topology}"
+        how = "measured" if topology is None else f"predicted on {topology}, {library.name}"
         show(f"{collective}, {how}", _table(rows))
 
 
-def _priced(collective: str, network: Topology, sizes: list[int]) -> list[dict[str, Any]]:
-    rows = []
+def _priced(
+    collective: str, network: Topology, sizes: list[int], library: Software
+) -> list[dict[str, Any]]:
+    settings, rows = Settings(), []
+    if library.key != "gloo":  # whose messages are those of the backend itself
+        work_s, share = library.work_s, library.shared_link_share
+        settings = Settings(software=library, message_work_s=work_s, shared_link_share=share)
     for size_bytes in sizes:
-        found = choose(collective, topology=network, settings=Settings(), size_bytes=size_bytes)
+        found = choose(collective, topology=network, settings=settings, size_bytes=size_bytes)
         rows.append(
             {
                 "size": format_bytes(size_bytes),
+                "software": library.name,
                 "chosen": found.label,
                 "predicted_s": found.predicted_s,
                 "inner_s": found.inner_s,

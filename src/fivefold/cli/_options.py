@@ -21,15 +21,22 @@ from rich.markup import escape
 
 from fivefold.cli._later import later
 from fivefold.errors import ConfigurationError
-from fivefold.files import read_toml
 from fivefold.units import parse_bytes, parse_duration_s
 
 with later():
     from fivefold.network.topology import Topology, parse_topology
-    from fivefold.network.topology.text import catalogue, describes_graph
+    from fivefold.network.topology.readers import file_of
+    from fivefold.network.topology.text import (
+        catalogue,
+        describes_graph,
+        topology_tables,
+        topology_with_reading,
+    )
+    from fivefold.reading import Reading
     from fivefold.report import print_page
     from fivefold.report.page import Page, PagePart, PageSection, TextBlock
-    from fivefold.strategy import load_cluster, named_clusters
+    from fivefold.strategy import load_cluster
+    from fivefold.strategy.cluster import is_named_cluster
 
 
 class ArgumentError(ConfigurationError):
@@ -76,21 +83,31 @@ def numbers_of(text: str, what: str, *, example: str, least: int | None = None) 
 
 def topology_of(text: str, *, bandwidth: str | None = None, latency: str | None = None) -> Topology:
     """Return the topology of a name or a file: of links, or of a cluster as a planner takes it."""
-    path = Path(text)
-    if path.is_file():  # what is wrong in a file is no wrong command line
-        if path.suffix == ".toml" and not describes_graph(read_toml(path, what="topology file")):
-            return _of_cluster(text)
-        return parse_topology(text, bandwidth=bandwidth, latency=latency)
+    found, reading = read_topology_of(text, bandwidth=bandwidth, latency=latency)
+    if reading is not None:
+        reading.log()
+    return found
+
+
+def read_topology_of(
+    text: str, *, bandwidth: str | None = None, latency: str | None = None
+) -> tuple[Topology, Reading | None]:
+    """Return the same, and what of another program's file was read, assumed and left out."""
+    file = file_of(text)
+    if file is not None:  # what is wrong in a file is no wrong command line
+        if file.path.suffix == ".toml" and not describes_graph(topology_tables(file.path)):
+            return _of_cluster(text), None
+        return topology_with_reading(text, bandwidth=bandwidth, latency=latency)
     with typed_arguments():
         known = catalogue()
         named = {*known.machines, *known.generators, "lingjun", "taccl"}
-        if text.partition(":")[0].replace("-", "_") not in named and path.suffix != ".toml":
-            return _of_cluster(text)
-        return parse_topology(text, bandwidth=bandwidth, latency=latency)
+        if text.partition(":")[0].replace("-", "_") not in named and Path(text).suffix != ".toml":
+            return _of_cluster(text), None
+        return topology_with_reading(text, bandwidth=bandwidth, latency=latency)
 
 
 def _of_cluster(text: str) -> Topology:
-    if Path(text).suffix != ".toml" and text.partition(":")[0] not in named_clusters():
+    if Path(text).suffix != ".toml" and not is_named_cluster(text.partition(":")[0]):
         return parse_topology(text)  # which knows what is near
     return load_cluster(text).graph()
 
@@ -171,8 +188,9 @@ TopologyArgument = Annotated[
     str,
     typer.Argument(
         metavar="TOPOLOGY",
-        help="Such as dgx_a100:2, torus:4x4, fat_tree:8,gpus=8, lingjun:topo.csv, taccl:ndv2_1MB:2 "
-        'or cluster.toml; "fivefold topology list" names them all.',
+        help="Such as dgx_a100:2, torus:4x4, fat_tree:8,gpus=8, lingjun:topo.csv, cluster.toml, "
+        "or another program's file, as topo.xml:2,nic=400Gbit/s (NCCL's, two boxes); "
+        '"fivefold topology list" names them all.',
     ),
 ]
 BandwidthOption = Annotated[

@@ -416,7 +416,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     --global-batch). With a [plan] table in a job file nothing is searched: that plan is judged.
 
     Examples:
-        $ fivefold plan job.toml --cluster h100-torchtitan:16 --for torchtitan -o planned.py
+        $ fivefold plan job.toml --cluster h100-80gb-torchtitan:16 --for torchtitan -o planned.py
         $ fivefold plan job.toml --compare a.toml h100-nemo --price "2.5 USD/GPU h"
     """
     form = _form(json=as_json, csv=as_csv, github=as_github)
@@ -556,6 +556,7 @@ def _document(found: FoundPlans) -> dict[str, Any]:
     bar = found.error_bar
     document: dict[str, Any] = {
         "model": model.name, "parameters": model.num_parameters, "cluster": found.cluster.name,
+        "of": found.cluster.device.facts,
         "best": [_facts(model, one) for one in found.best],
         "error_bar": dataclasses.asdict(bar) | {"interval_s": bar.interval_s(best.time_s)},
     }  # fmt: skip

@@ -88,7 +88,8 @@ def split_page(found: FoundPlans) -> Page:
         f"{100 * one.memory.total_bytes / capacity_bytes:.0f} %"
         for one in best
     ]
-    doubts = map(TextBlock, (*_doubts(found), str(DEGREES)))
+    of = f"Predicted of {cluster.device.of}."
+    doubts = map(TextBlock, (of, *_doubts(found), str(DEGREES)))
     sections = [
         PageSection(
             heading="Fastest plans" if result else "The plan",

@@ -217,8 +217,8 @@ def _memory_bytes(profile: Profile) -> float:
 
 # A part of the device's name, and the known stack that is nearest to the trainer's.
 _BASES = {
-    "H200": "h200-nemo", "H100": "h100-torchtitan", "H800": "h800-deepseek", "A100": "a100-fsdp",
-    "GB200": "gb200-nemo", "MI300X": "mi300x-primus", "V100": "v100-megatron",
+    "H200": "h200-nemo", "H100": "h100-80gb-torchtitan", "H800": "h800-deepseek",
+    "A100": "a100-fsdp", "GB200": "gb200-nemo", "MI300X": "mi300x-primus", "V100": "v100-megatron",
 }  # fmt: skip
 _SHOWN_PAIRS = 56  # all pairs of eight ranks
 

@@ -16,6 +16,7 @@ from fivefold.cli._options import (
     TopologyArgument,
     command_group,
     output_option,
+    read_topology_of,
     require_picture,
     require_writable,
     topology_of,
@@ -29,6 +30,7 @@ with later():
     import numpy as np
 
     from fivefold.network.topology import Topology, draw_topology
+    from fivefold.network.topology.readers.boxes import OPTIONS
     from fivefold.network.topology.text import catalogue
     from fivefold.runs import write_text
 
@@ -39,7 +41,10 @@ def list_command(*, as_json: JsonOption = False) -> None:
     machines, generators = dict(known.machines), dict(known.generators.values())
     profiles = [f"taccl:{name}" for name in known.profiles]
     if as_json:
-        write_json({"machines": machines, "generators": generators, "profiles": profiles})
+        write_json(
+            {"machines": machines, "generators": generators, "profiles": profiles}
+            | {"files": dict(known.files)}
+        )
         return
     sections = {
         "Machines, one box; NAME:4 joins four": {
@@ -50,6 +55,10 @@ def list_command(*, as_json: JsonOption = False) -> None:
         "Files": {
             "lingjun:PATH": "Hosts of the Alibaba Lingjun data set (topo.csv).",
             "PATH.toml": "A topology file; fivefold topology convert writes one.",
+        },
+        "Files of other programs, by what is in them; PATH:2 joins two boxes": dict(known.files),
+        "What may be told beside such a file, as PATH,KEY=VALUE": {
+            f"{option.key}={option.example}": option.help for option in OPTIONS.values()
         },
     }
     for title, entries in sections.items():
@@ -66,13 +75,16 @@ def show_command(
     latency: LatencyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Describe a topology: its nodes, its links, how far apart ranks are, what limits it."""
-    found = topology_of(topology, bandwidth=bandwidth, latency=latency)
+    """Describe a topology: its nodes, its links, how far apart ranks are, what limits it.
+
+    Of another program's file it also says what was read, assumed and left out.
+    """
+    found, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
     facts = _facts(found)
     if as_json:
-        write_json(facts)
+        write_json(facts | ({"reading": reading.to_json()} if reading is not None else {}))
         return
-    for line in _described(facts):
+    for line in [*_described(facts), *([reading.text()] if reading is not None else [])]:
         typer.echo(line)
 
 

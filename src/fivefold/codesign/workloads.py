@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field
 from fivefold.codesign.arbiter import Progress
 from fivefold.codesign.jobs import JobSpec, Split, check_jobs, check_ranks, mesh_ranks
 from fivefold.codesign.plans import JobPlan
+from fivefold.codesign.tables import TableTold, is_job_table, place_in_time, read_job_table
 from fivefold.collectives.pricing import FabricSpec, collective_time_s, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.files import read_toml
@@ -276,18 +277,24 @@ class _File(Section):
 
 
 def load_jobs(
-    path: Path | str, topology: Topology, *, progress: Progress | None = None
+    path: Path | str,
+    topology: Topology,
+    *,
+    progress: Progress | None = None,
+    told: TableTold | None = None,
 ) -> list[JobSpec]:
-    r"""Read jobs from a TOML file and place those that name no ranks.
+    r"""Read jobs from a TOML file and place those that name no ranks; or from a scheduler's table.
 
     Args:
         path: The file; ``docs/guides/codesign.md`` has an example.
         topology: The cluster.
         progress: Called before each job, which may be searched for plans, with what is done, how
             many jobs have been read, and how many there are.
+        told: What a scheduler's table does not say of its jobs; of other files nothing is told.
 
     Raises:
         ConfigurationError: The file is missing, is not TOML, or a key is wrong.
+        DataError: A row of a table cannot be read.
         InfeasibleError: The jobs do not fit the cluster.
 
     Examples:
@@ -298,6 +305,11 @@ def load_jobs(
         >>> load_jobs(file, switch(4))[0].ranks
         (0, 1)
     """
+    if is_job_table(Path(path)):
+        return _of_table(Path(path), topology, told or TableTold())
+    if told not in (None, TableTold()):
+        message = f"{path} is no table of a scheduler: it says itself what is told beside it"
+        raise ConfigurationError(message, hint="leave out --compute, --gradients and --time-unit")
     tables = read_toml(Path(path))
     given = tables.get("jobs")
     if "job" not in tables and (not given or not isinstance(given, list)):
@@ -326,6 +338,23 @@ def load_jobs(
         assert job.compute is not None and job.gradients is not None, "checked before"  # noqa: PT018
         layers = _even(job.compute, job.gradients, number=job.layers, all_to_all=job.all_to_all)
         jobs.append(JobSpec(job_id=job.id, ranks=tuple(ranks), layers=layers, **when))
+    check_jobs(topology, jobs)
+    return jobs
+
+
+def _of_table(path: Path, topology: Topology, told: TableTold) -> list[JobSpec]:
+    rows, reading = read_job_table(path, told)
+    reading.log()
+    queued = any(note.name == "queue" for note in reading.assumed)
+    placed = place_in_time(topology, rows, queued=queued)
+    gradients = told.gradient_bytes or 0
+    jobs = [
+        JobSpec(
+            job_id=row.job_id, ranks=placed[row.job_id][1], iterations=row.iterations,
+            layers=_even(row.compute_s, gradients), arrival_s=placed[row.job_id][0],
+        )
+        for row in rows
+    ]  # fmt: skip
     check_jobs(topology, jobs)
     return jobs
 

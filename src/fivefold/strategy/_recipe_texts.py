@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fivefold.errors import DataError, UnsupportedError
+from fivefold.errors import DataError
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|declare\s+-\w+\s+)?(\w+)=(.*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
@@ -118,20 +118,6 @@ def _flags(words: list[str]) -> dict[str, Any]:
         key = name.replace("-", "_")
         found[key] = value if given else True if following.startswith("--") else following
     return found
-
-
-def parse_yaml(text: str, *, where: str) -> Any:
-    """Return what a YAML file says."""
-    try:
-        import yaml  # noqa: PLC0415 - only recipes are written in it
-    except ImportError as error:
-        message = f"{where} is YAML, and PyYAML is not installed"
-        raise UnsupportedError(message, hint="pip install pyyaml") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        said = " ".join(str(error).split())
-        raise DataError(f"{where} is not YAML: {said:.200}", hint="mend that line") from error
 
 
 def toml_settings(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import logging
 import math
 import tomllib
 import types
@@ -25,10 +26,12 @@ from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
 from fivefold.files import read_toml
 from fivefold.network.topology import Link, Node, Topology, parse_topology
+from fivefold.network.topology.readers import file_of
 from fivefold.network.topology.text import catalogue, describes_graph, topology_from_tables
 from fivefold.strategy.stack import StackSpec
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
+_LOG = logging.getLogger(__name__)
 # Rows, columns, share of the best tile's speed: smaller tiles reuse less of what they load.
 _TILES = (
     (256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.98), (128, 192, 0.98), (128, 128, 0.94),
@@ -71,6 +74,7 @@ class DeviceSpec(StackSpec):
         kernel_gap_s: Time between two kernels on the device.
         host_bandwidth_bytes_per_s: To host memory, for offloading.
         gpu: The GPU, such as ``"h100"``; empty: what ``name`` begins with.
+        hardware: What card it is, where its name and memory do not say it.
         anchor: Measured over predicted time of one run, by which all predictions are multiplied.
         sources: Where each constant comes from, by name.
 
@@ -98,8 +102,27 @@ class DeviceSpec(StackSpec):
     kernel_gap_s: float = 2e-6
     host_bandwidth_bytes_per_s: float = 25e9
     gpu: str = ""
+    hardware: str = ""
     anchor: float = 1.0
     sources: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what a prediction is of: the card, the software, its release and date."""
+        card = (self.gpu or self.name.partition("-")[0]).upper()
+        return {
+            "device": self.name,
+            "hardware": self.hardware or f"{card} with {self.memory_bytes / 2**30:.0f} GiB",
+            "stack": self.stack, "release": self.release, "released": self.released,
+        }  # fmt: skip
+
+    @property
+    def of(self) -> str:
+        """Return the same in words."""
+        facts = self.facts
+        stack = facts["stack"] or "software that is not named"
+        dated = ", ".join(filter(None, (facts["release"], facts["released"])))
+        return f"{facts['device']}: {facts['hardware']}; {stack}" + (f" ({dated})" * bool(dated))
 
     def peak_matrix_flops(self, *, dtype: str) -> float:
         """Return the peak of matrix products of ``dtype``."""
@@ -257,6 +280,26 @@ def named_clusters() -> tuple[str, ...]:
     return tuple(sorted(name for name in found if not name.startswith("_")))
 
 
+@functools.cache
+def _formerly() -> Mapping[str, str]:
+    """Return the names that known pairs had before, and what they are called now."""
+    found = {}
+    for name in named_clusters():
+        table = tomllib.loads(_known_text(name))
+        if "formerly" in table:
+            found[table["formerly"]] = name
+    return found
+
+
+def _known_text(name: str) -> str:
+    return (files("fivefold.strategy") / "devices" / f"{name}.toml").read_text()
+
+
+def is_named_cluster(name: str) -> bool:
+    """Return whether a name is that of a known pair of GPU and stack, or was it before."""
+    return name in named_clusters() or name in _formerly()
+
+
 def _tree(cluster: Cluster, num_gpus: int) -> Topology:
     """Draw a switch for each unit of each tier; what leaves a unit has the rate of all its GPUs."""
     tiers = cluster.fabric.tiers
@@ -309,10 +352,16 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
         raise ConfigurationError(message, hint="name another base, such as 'h100-nemo'")
     bases = (*bases, str(source))
     known, _, count = str(source).partition(":")
+    if known in _formerly():
+        new, old = _formerly()[known], known
+        known = new
+        _LOG.warning(
+            "%s is called %s: %s; others are %s", old, new, _load(new, bases=()).device.of,
+            ", ".join(name for name in named_clusters() if _is_like(name, new)),
+        )  # fmt: skip
     if known in named_clusters():
-        table = tomllib.loads(
-            (files("fivefold.strategy") / "devices" / f"{known}.toml").read_text()
-        )
+        table = tomllib.loads(_known_text(known))
+        table.pop("formerly", None)
         if ":" in str(source):
             table["gpus"] = int(count) if count.isdecimal() else count
         return _cluster(table, name=known, bases=bases, folder=Path())
@@ -321,6 +370,12 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
         raise _unknown(str(source))
     table = read_toml(path, what="cluster file")
     return _cluster(table, name=path.stem, bases=bases, folder=path.parent)
+
+
+def _is_like(name: str, other: str) -> bool:
+    """Return whether two presets are of the same GPU and program, on other cards."""
+    ends = [(one.partition("-")[0], one.rpartition("-")[2]) for one in (name, other)]
+    return name != other and ends[0] == ends[1]
 
 
 def _cluster(
@@ -332,8 +387,8 @@ def _cluster(
         if not isinstance(table.get(key, ""), str):
             message = f"{key} of the cluster must be text; got {table[key]!r:.60}"
             raise ConfigurationError(message, hint=f'write {key} = "..."')
-    table = {**table, **{key: _beside(table[key], folder) for key in ("base", "topology")
-                         if key in table}}  # fmt: skip
+    if "base" in table:
+        table = {**table, "base": _beside(table["base"], folder)}
     base = _load(table["base"], bases=bases) if "base" in table else None
     fields: dict[str, Any] = {}
     tiers: dict[str, dict[str, Any]] = {}
@@ -346,9 +401,7 @@ def _cluster(
         raise ConfigurationError(message, hint='write [sources] and key = "where it comes from"')
     stack, stack_sources = _stack(str(table["stack"])) if "stack" in table else ({}, {})
     sources = dict(fields.get("sources", ())) | stack_sources | given
-    fields |= stack | read_fields(
-        table.get("device", {}), DeviceSpec, where="device", texts=_TEXT_DEVICE
-    )
+    fields |= stack | _own_device(table)
     entries = table.get("tier", [])
     if not isinstance(entries, list):
         message = f"tier of {name!r} must be tables; got {entries!r:.60}"
@@ -362,7 +415,7 @@ def _cluster(
         fields["gpu"] = name.partition("-")[0]
     fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
     device = build_spec(DeviceSpec, fields, where=f"device {fields['name']!r}")
-    topology = _topology(table, name=str(fields["name"]))
+    topology = _topology(table, name=str(fields["name"]), folder=folder)
     tiers = _with_cards(table, tiers, name=name, topology=topology)
     fabric = _fabric(topology, tiers, name=str(fields["name"]))
     inherited = base.num_gpus if base is not None and topology is None else None
@@ -373,6 +426,13 @@ def _cluster(
     return Cluster(
         name=str(fields["name"]), device=device, fabric=fabric, num_gpus=count, topology=topology
     )
+
+
+def _own_device(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file says of its device; for another card not its base's name."""
+    own = read_fields(table.get("device", {}), DeviceSpec, where="device", texts=_TEXT_DEVICE)
+    other = {"memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops"} & set(own)
+    return {"hardware": "", **own} if other else own
 
 
 def _require_device(table: Mapping[str, Any], *, source: str) -> None:
@@ -394,7 +454,7 @@ def _beside(text: str, folder: Path) -> str:
     return str(beside) if beside.is_file() else text
 
 
-def _topology(table: Mapping[str, Any], *, name: str) -> Topology | None:
+def _topology(table: Mapping[str, Any], *, name: str, folder: Path) -> Topology | None:
     """Return the graph that a file names or describes; None where it has tiers only."""
     described = describes_graph(table)
     if described and "topology" in table:
@@ -402,7 +462,7 @@ def _topology(table: Mapping[str, Any], *, name: str) -> Topology | None:
         raise ConfigurationError(message, hint="leave one of the two out")
     if described:
         return topology_from_tables(table, default_name=name)
-    return parse_topology(str(table["topology"])) if "topology" in table else None
+    return parse_topology(table["topology"], folder=folder) if "topology" in table else None
 
 
 def _with_cards(
@@ -512,7 +572,8 @@ def _reached(fabric: FabricSpec, known: Mapping[str, Mapping[str, Any]]) -> Fabr
 
 def _unknown(name: str) -> ConfigurationError:
     known = catalogue()
-    if name.partition(":")[0].replace("-", "_") in {*known.machines, *known.generators}:
+    network = name.partition(":")[0].replace("-", "_") in {*known.machines, *known.generators}
+    if network or file_of(name) is not None:
         return ConfigurationError(
             f"{name!r} is a network, and a plan needs the GPU and its software as well",
             hint=f'write a TOML file with base = "h100-nemo" (or another GPU and stack) and '

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError, FivefoldError, UnsupportedError, require_whole
-from fivefold.files import parse_toml, read_text
+from fivefold.files import parse_toml, parse_yaml, read_text
 from fivefold.strategy._launchers import chunk_layout, megatron_flags, torchtitan_config
 from fivefold.strategy._recipe_texts import (
-    parse_yaml,
     python_settings,
     script_settings,
     toml_settings,

@@ -17,6 +17,7 @@ from fivefold.collectives.pricing import (
 from fivefold.collectives.schedules import named_collective
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Aggregation, Link, Node, SwitchAbility, Topology, switch
+from helpers.night import number_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 FIDELITIES = ("closed_form", "schedule", "simulation")
@@ -64,6 +65,61 @@ def test_the_three_prices_hold_together(case, kind, ratio):
     most = 2 if kind == "all_reduce" else near  # a tree may send half of what the ring does
     least = ranks if is_astride(ranks, group) else near
     assert formula / least <= simulated <= formula * most
+
+
+def railed(count, ranks, inner, outer, *, rails, slow=1.0):
+    """Hosts of ranks on an NVSwitch with an adapter each; that of the first rank is slower."""
+    gpus = [(h, i) for h in range(count) for i in range(ranks)]
+    nodes = [Node(f"gpu{h}.{i}", "gpu", host=f"h{h}") for h, i in gpus]
+    nodes += [Node(f"inner{h}", "nvswitch", host=f"h{h}") for h in range(count)]
+    nodes += [Node(f"tor{i}", "tor") for i in range(ranks if rails else 1)]
+    rates = {(f"gpu{h}.{i}", f"inner{h}"): inner for h, i in gpus}
+    rates |= {(f"gpu{h}.{i}", f"tor{i * rails}"): outer for h, i in gpus}
+    rates["gpu0.0", "tor0"] *= slow
+    links = [
+        Link(*ends, bandwidth_bytes_per_s=rate)
+        for pair, rate in rates.items()
+        for ends in (pair, pair[::-1])
+    ]
+    return Topology("railed", nodes, links)
+
+
+@settings(max_examples=number_of(25, 400))
+@given(
+    count=st.integers(2, 3),
+    ranks=st.sampled_from([2, 4]),
+    kind=st.sampled_from(KINDS),
+    ratio=st.sampled_from([2, 4, 9, 16]),
+    rails=st.booleans(),
+    whole=st.booleans(),
+)
+def test_the_three_prices_hold_together_where_every_rank_has_an_adapter(
+    count, ranks, kind, ratio, rails, whole
+):
+    """One ring over one of four adapters took four times as long as the closed form said."""
+    network = railed(count, ranks, 8e9 * ratio, 8e9, rails=rails)
+    group = Group(size=count * ranks) if whole else Group(size=count, stride=ranks)
+    formula, walked, simulated = (
+        price_s(network, kind, size_bytes=1e9, group=group, fidelity=fidelity)
+        for fidelity in FIDELITIES
+    )
+    most = 2.0 if kind == "all_reduce" else 1.6
+    assert 0.7 * formula <= simulated <= most * formula
+    assert 0.7 * formula <= walked <= 2.2 * formula
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slower_adapter_never_makes_it_faster(kind, fidelity):
+    times_s = [
+        price_s(
+            railed(2, 4, 64e9, 8e9, rails=True, slow=slow), kind, size_bytes=1e9, fidelity=fidelity
+        )
+        for slow in (1.0, 0.5, 0.1)
+    ]
+    assert times_s == sorted(times_s)
+    if fidelity != "closed_form":
+        assert times_s[2] > times_s[0]
 
 
 @settings(max_examples=30, deadline=None)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
+from fivefold.collectives.pricing import SOFTWARE, Software
+from fivefold.collectives.pricing.software import ENGINE_MESSAGE_S
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import ConfigurationError, require_number, require_one_of, require_whole
 from fivefold.network.aggregation import AggregationOptions
@@ -54,6 +56,8 @@ class Settings:
             of tensors on CPUs; None asks ``FIVEFOLD_AGGREGATION``, and else there is none.
         aggregation_min_bytes: Smallest all-reduce that goes to the switch.
         aggregation_options: How the switch is used; None for the defaults.
+        software: The communication library that predictions are of, its protocols in place of the
+            times above; None for this backend's own messages over gloo.
 
     Raises:
         ConfigurationError: A value is not allowed.
@@ -62,17 +66,18 @@ class Settings:
     topology: Topology | None = None
     inner: str | None = None
     algorithms: Mapping[str, str] = field(default_factory=dict)
-    message_s: float = 4e-4
-    inner_message_s: float = 6e-5
-    message_work_s: float = 1.4e-4
+    message_s: float = ENGINE_MESSAGE_S
+    inner_message_s: float = SOFTWARE["gloo"].protocols[0].across_s
+    message_work_s: float = SOFTWARE["gloo"].work_s
     shared_cores: int | None = None
-    shared_link_share: float = 0.93
+    shared_link_share: float = SOFTWARE["gloo"].shared_link_share
     margin: float = 0.03
     max_pieces: int = 32
     min_piece_bytes: int = 1 << 16
     aggregation: str | None = None
     aggregation_min_bytes: int = 1 << 16
     aggregation_options: AggregationOptions | None = None
+    software: Software | None = None
 
     def __post_init__(self) -> None:
         if self.inner not in (None, "gloo", "nccl"):

@@ -20,6 +20,9 @@ from fivefold.collectives.algorithms import available_algorithms, build_algorith
 from fivefold.collectives.execution._settings import Settings, lowered, registered_algorithms
 from fivefold.collectives.lowering import Program
 from fivefold.collectives.lowering.machine import run_order
+from fivefold.collectives.pricing import Software
+from fivefold.collectives.pricing.phases import ranks_by_host
+from fivefold.collectives.pricing.software import Protocol
 from fivefold.collectives.schedules import (
     Collective,
     Schedule,
@@ -180,6 +183,8 @@ class _Prices:
         if self.settings.algorithm_of(schedule.collective.name) != "auto":
             # There is nothing to compare: the plain clock will do, which compiles no simulator.
             return self.of_program_s(lowered(schedule))
+        if self.settings.software is not None:
+            return self._of_library_s(schedule, self.settings.software)
         time_s = _schedule_s(
             schedule,
             self.topology,
@@ -191,8 +196,31 @@ class _Prices:
         handled = np.bincount(ends, minlength=self.topology.num_ranks)
         return self._with_work_s(time_s, handled.tolist())
 
+    def _of_library_s(self, schedule: Schedule, software: Software) -> float:
+        """Return the time of a schedule by a library's best protocol for it."""
+        bound_s = _load_bound_s(schedule, self.topology, self.size_bytes)
+        hosts = [self.topology.host_of(rank) for rank in range(self.topology.num_ranks)]
+        ends = zip(schedule.sources.tolist(), schedule.targets.tolist(), strict=True)
+        across = any(hosts[a] is None or hosts[a] != hosts[b] for a, b in ends)
+
+        def roughly_s(one: Protocol) -> float:
+            step_s = one.across_s if across else one.inside_s
+            return one.base_s + schedule.num_steps * step_s + bound_s / one.share
+
+        best = min(software.protocols, key=roughly_s)
+        network = best.on(self.topology)
+        return best.base_s + _schedule_s(schedule, network, size_bytes=self.size_bytes)
+
     def of_inner_s(self, name: str, root: int) -> float:
-        """Return the predicted time of the inner backend, priced as what gloo does."""
+        """Return the predicted time of the inner backend, priced as what it does."""
+        software = self.settings.software
+        if software is not None and name != "broadcast":
+            sizes = {
+                len(ranks) for ranks in ranks_by_host(self.topology, range(self.topology.num_ranks))
+            }
+            if len(sizes) == 1:
+                size_bytes = self.size_bytes
+                return software.default_s(self.topology, name, size_bytes=size_bytes)
         count = self.topology.num_ranks
         if name == "broadcast":  # gloo sends whole buffers down a binomial tree
             schedule = build_algorithm("binomial_tree", broadcast(count, root=root))
@@ -203,6 +231,8 @@ class _Prices:
             schedule = build_algorithm(algorithm, named_collective(same, count))
             if same == "all_reduce":
                 schedule = schedule.replicated(_INNER_PIECES)
+        if software is not None:
+            return self._of_library_s(schedule, software)
         message_s = self.settings.inner_message_s
         return _schedule_s(schedule, self.topology, size_bytes=self.size_bytes, message_s=message_s)
 

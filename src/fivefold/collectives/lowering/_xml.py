@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 from xml.etree import ElementTree as ET
-from xml.parsers import expat
 
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering.machine import ProgramError
@@ -26,8 +25,8 @@ from fivefold.collectives.lowering.program import (
     ThreadBlock,
 )
 from fivefold.collectives.schedules import Collective, named_collective
-from fivefold.errors import ConfigurationError, DataError, InfeasibleError, UnsupportedError
-from fivefold.files import read_text
+from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
+from fivefold.files import XmlElement, parse_xml, read_text
 
 MSCCL_NAMES = {
     "all_reduce": "allreduce",
@@ -183,14 +182,6 @@ def _limits(program: Program) -> Iterator[tuple[str, int, int, str]]:
 # -- in ------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Element:
-    tag: str
-    attributes: dict[str, str]
-    line: int
-    children: list[_Element] = field(default_factory=list)
-
-
 def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) -> Program:
     """Read an MSCCL XML file.
 
@@ -215,7 +206,8 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
         6
     """
     given = isinstance(source, str) and source.lstrip().startswith("<")
-    root = _parse(str(source) if given else read_text(source, what="program"))
+    text = str(source) if given else read_text(source, what="program")
+    root = parse_xml(text, where="the algorithm", check=_check_place)
     num_ranks = _integer(root, "ngpus", least=1, most=1 << 16)
     gpus = _numbered(root, root.children, "id", "gpu", most=num_ranks - 1)
     if len(gpus) != num_ranks:
@@ -246,42 +238,18 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
         _fail(root, error.message)
 
 
-def _parse(text: str) -> _Element:
-    parser = expat.ParserCreate()
-    top = _Element("", {}, 1)
-    stack = [top]
-
-    def start(tag: str, attributes: dict[str, str]) -> None:
-        element = _Element(tag, attributes, parser.CurrentLineNumber)
-        if tag not in _ALLOWED[stack[-1].tag]:
-            allowed = " or ".join(sorted(_ALLOWED[stack[-1].tag])) or "nothing"
-            _fail(element, f"it may not stand here: '{stack[-1].tag or 'file'}' holds {allowed}")
-        stack[-1].children.append(element)
-        stack.append(element)
-
-    def refuse(*_: object) -> None:
-        raise DataError(
-            f"line {parser.CurrentLineNumber}: a document type or an entity is declared",
-            hint="an algorithm needs neither; remove the declaration",
-        )
-
-    parser.StartElementHandler = start
-    parser.EndElementHandler = lambda _: stack.pop()
-    parser.StartDoctypeDeclHandler = refuse
-    parser.EntityDeclHandler = refuse
-    try:
-        parser.Parse(text, True)
-    except expat.ExpatError as error:
-        raise DataError(f"line {error.lineno}: this is no XML: {error}") from error
-    return top.children[0]
+def _check_place(element: XmlElement, parent: XmlElement) -> None:
+    if element.tag not in _ALLOWED[parent.tag]:
+        allowed = " or ".join(sorted(_ALLOWED[parent.tag])) or "nothing"
+        _fail(element, f"it may not stand here: '{parent.tag or 'file'}' holds {allowed}")
 
 
-def _fail(element: _Element, what: str) -> NoReturn:
+def _fail(element: XmlElement, what: str) -> NoReturn:
     raise ProgramError(f"line {element.line}, <{element.tag}>: {what}")
 
 
 def _integer(
-    element: _Element,
+    element: XmlElement,
     name: str,
     *,
     default: int | None = None,
@@ -303,15 +271,15 @@ def _integer(
 
 
 def _numbered(
-    parent: _Element,
-    children: list[_Element],
+    parent: XmlElement,
+    children: list[XmlElement],
     attribute: str,
     what: str,
     *,
     most: int = 1 << 16,
-) -> list[_Element]:
+) -> list[XmlElement]:
     """Return elements in the order of their numbers, which count from 0."""
-    found: dict[int, _Element] = {}
+    found: dict[int, XmlElement] = {}
     for child in children:
         number = _integer(child, attribute, most=most)
         if number in found:
@@ -323,7 +291,7 @@ def _numbered(
     return [found[number] for number in range(len(found))]
 
 
-def _rank_program(gpu: _Element, num_ranks: int) -> RankProgram:
+def _rank_program(gpu: XmlElement, num_ranks: int) -> RankProgram:
     sizes = [_integer(gpu, f"{b}_chunks", default=0, most=1 << 20) for b in "ios"]
     blocks = [child for child in gpu.children if child.tag == "tb"]
     blocks = _numbered(gpu, blocks, "id", "thread block")
@@ -334,7 +302,7 @@ def _rank_program(gpu: _Element, num_ranks: int) -> RankProgram:
     return RankProgram(tuple(programs), *sizes)
 
 
-def _copy(element: _Element) -> Operation:
+def _copy(element: XmlElement) -> Operation:
     return Operation(
         OpKind.COPY,
         Buffer.INPUT,
@@ -345,7 +313,7 @@ def _copy(element: _Element) -> Operation:
     )
 
 
-def _thread_block(element: _Element, num_ranks: int) -> ThreadBlock:
+def _thread_block(element: XmlElement, num_ranks: int) -> ThreadBlock:
     return ThreadBlock(
         tuple(_operation(step) for step in _numbered(element, element.children, "s", "step")),
         send_peer=_integer(element, "send", least=-1, most=num_ranks - 1),
@@ -354,7 +322,7 @@ def _thread_block(element: _Element, num_ranks: int) -> ThreadBlock:
     )
 
 
-def _operation(element: _Element) -> Operation:
+def _operation(element: XmlElement) -> Operation:
     kind = element.attributes.get("type")
     if kind not in set(OpKind):
         _fail(element, f"type={kind!r} is none of {', '.join(OpKind)}")
@@ -375,7 +343,7 @@ def _operation(element: _Element) -> Operation:
     )
 
 
-def _collective_of(root: _Element, ranks: tuple[RankProgram, ...]) -> Collective:
+def _collective_of(root: XmlElement, ranks: tuple[RankProgram, ...]) -> Collective:
     name = root.attributes.get("coll", "")
     if name not in _READ:
         _fail(

@@ -33,7 +33,7 @@ Connections = Mapping[int, Sequence[int]] | Literal["relay", "direct-map", "full
 _MICRO = 1e-6
 _SOURCE = "microsoft/taccl on GitHub (taccl/examples/topo), NSDI 2023, arXiv 2111.04867"
 _LISTS = ("node_betas_list", "node_invbws_list")
-_NUMBERS = ("gpus_per_node", "alpha", "remote_alpha", "remote_beta", "remote_invbw")
+_REMOTE = ("remote_alpha", "remote_beta", "remote_invbw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class TacclProfile:
         betas: Time of one chunk per GPU pair without latency, ``betas[target][source]``; 0 where
             there is no link.
         steps: The same with latency, as TACCL's solver takes it (``invbw`` in the files).
-        remote_alpha: Latency between boxes.
-        remote_beta: Time of one chunk on one NIC, without latency.
-        remote_step: The same with latency.
+        remote_alpha: Latency between boxes; None where the profile is of one box.
+        remote_beta: Time of one chunk on one NIC, without latency; None as well.
+        remote_step: The same with latency; None as well.
         switched: Whether the GPUs sit on a switch: one chunk at a time in and out of each GPU.
         chunk_bytes: Size of the chunk that the times are for.
         time_scale: What the authors multiplied microseconds by.
@@ -67,9 +67,9 @@ class TacclProfile:
     alpha: float
     betas: tuple[tuple[float, ...], ...]
     steps: tuple[tuple[float, ...], ...]
-    remote_alpha: float
-    remote_beta: float
-    remote_step: float
+    remote_alpha: float | None
+    remote_beta: float | None
+    remote_step: float | None
     switched: bool
     chunk_bytes: int
     time_scale: float = 1.0
@@ -112,9 +112,10 @@ class TacclProfile:
         if chunk_bytes is None:
             message = "a TACCL profile gives times for one chunk and does not say of what size"
             raise ConfigurationError(message, hint='say it, such as chunk_bytes="1 MiB"')
-        for key in _NUMBERS:
+        remote = _REMOTE if any(key in table for key in _REMOTE) else ()  # else of one box
+        for key in ("gpus_per_node", "alpha", *remote):
             _times(table, key)
-        if not table["remote_beta"]:
+        if remote and not table["remote_beta"]:
             message = "remote_beta of the TACCL profile is 0: a chunk would take no time"
             raise DataError(message, hint="give its microseconds")
         gpus, nics = table["gpus_per_node"], table.get("nics_per_node", 1)
@@ -131,9 +132,9 @@ class TacclProfile:
             alpha=float(table["alpha"]),
             betas=betas,
             steps=steps,
-            remote_alpha=float(table["remote_alpha"]),
-            remote_beta=float(table["remote_beta"]),
-            remote_step=float(table["remote_invbw"]),
+            remote_alpha=float(table["remote_alpha"]) if remote else None,
+            remote_beta=float(table["remote_beta"]) if remote else None,
+            remote_step=float(table["remote_invbw"]) if remote else None,
             switched="links" not in table and len(table[_LISTS[0]]) == 1,
             chunk_bytes=require_whole("chunk_bytes of a TACCL profile", parse_bytes(chunk_bytes)),
             time_scale=require_number("time_scale of a TACCL profile", scale, positive=True),
@@ -158,6 +159,7 @@ class TacclProfile:
 
         Raises:
             ConfigurationError: A connection names a GPU that no box has.
+            DataError: Several boxes are asked for, and the profile is of one.
         """
         check_count("boxes", boxes)
         builder = Builder()
@@ -199,6 +201,10 @@ class TacclProfile:
         as_solved: bool,
     ) -> None:
         pairs = [(sender, one) for sender, several in connections.items() for one in several]
+        if self.remote_alpha is None or self.remote_beta is None or self.remote_step is None:
+            message = f"the TACCL profile {self.name} is of one box: it has no remote_alpha"
+            hint = "add remote_alpha, remote_beta and remote_invbw, or ask for one box"
+            raise DataError(message, hint=hint)
         beta = self.remote_beta * max(len(pairs) / self.nics_per_node, 1.0)
         alpha = self.remote_step - self.remote_beta if as_solved else self.remote_alpha
         for first, second in itertools.permutations(rows, 2):

@@ -1,4 +1,4 @@
-"""Topologies as text: one line such as ``torus:4x4``, and TOML files.
+"""Topologies as text: one line such as ``torus:4x4``, TOML files, and files of other programs.
 
 A file holds ``nodes``, ``links`` and ``switches`` as lists of small tables; ``generate`` begins
 with a topology in one line of text, and ``changes`` gives links other values. Every quantity has a
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.errors import ConfigurationError, FivefoldError, require_one_of
-from fivefold.files import parse_toml, read_toml
+from fivefold.files import nearest_file, parse_toml, read_toml
 from fivefold.network.topology import _direct, _fabrics
 from fivefold.network.topology._build import HostSpec
 from fivefold.network.topology._fabrics import Port, clos
@@ -23,6 +23,15 @@ from fivefold.network.topology._graph import Aggregation, Link, Node, SwitchAbil
 from fivefold.network.topology._machines import MACHINES, load_lingjun, named_topology
 from fivefold.network.topology._taccl import PUBLISHED, TacclProfile
 from fivefold.network.topology._topology import Topology
+from fivefold.network.topology.readers import (
+    FORMATS,
+    FileText,
+    file_of,
+    format_of,
+    read_other,
+    unknown_file,
+)
+from fivefold.reading import Reading
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
 _MOST_DIGITS = 18  # of a count; what is longer is no number, and refused as such
@@ -84,6 +93,7 @@ class Catalogue(NamedTuple):
     machines: Mapping[str, str]
     generators: Mapping[str, tuple[str, str]]
     profiles: tuple[str, ...]
+    files: Mapping[str, str]
 
 
 def catalogue() -> Catalogue:
@@ -94,11 +104,16 @@ def catalogue() -> Catalogue:
         summary = summary.removeprefix("Build ")
         generators[name] = generator.example, summary[:1].upper() + summary[1:]
     machines = {name: machine.source for name, machine in MACHINES.items()}
-    return Catalogue(machines, generators, tuple(PUBLISHED))
+    files = {form.name: form.what for form in FORMATS}
+    return Catalogue(machines, generators, tuple(PUBLISHED), files)
 
 
 def parse_topology(
-    text: str, *, bandwidth: str | float | None = None, latency: str | float | None = None
+    text: str,
+    *,
+    bandwidth: str | float | None = None,
+    latency: str | float | None = None,
+    folder: Path | None = None,
 ) -> Topology:
     """Make a topology from one line of text.
 
@@ -106,11 +121,15 @@ def parse_topology(
     spines=2,gpus=8``), the keys being its arguments and those of :class:`HostSpec`;
     ``MACHINE:BOXES`` is a named machine (``dgx_a100:2``), ``taccl:PROFILE:BOXES`` one of TACCL's
     profiles, ``lingjun:PATH`` a Lingjun file, and anything that ends in ``.toml`` a topology file.
+    A file of another program is known by its content: ``PATH``, ``PATH:BOXES`` or
+    ``PATH:BOXES,KEY=VALUE,...`` with what it does not say (``nic=400Gbit/s``). What was assumed
+    about it is logged; :func:`topology_with_reading` returns it.
 
     Args:
         text: The line.
         bandwidth: Of the links that the generator's ``bandwidth`` means; only for generators.
         latency: Of those links; only for generators.
+        folder: Where a file may lie, besides the working directory.
 
     Raises:
         ConfigurationError: The line says no topology.
@@ -121,26 +140,79 @@ def parse_topology(
         >>> parse_topology("dgx_h100:2").num_ranks, parse_topology("fat_tree:4,gpus=2").num_ranks
         (16, 32)
     """
+    topology, reading = topology_with_reading(
+        text, bandwidth=bandwidth, latency=latency, folder=folder
+    )
+    if reading is not None:
+        reading.log()
+    return topology
+
+
+def topology_with_reading(
+    text: str,
+    *,
+    bandwidth: str | float | None = None,
+    latency: str | float | None = None,
+    folder: Path | None = None,
+) -> tuple[Topology, Reading | None]:
+    """Make a topology from one line of text, with the account of a file of another program.
+
+    Args:
+        text: The line.
+        bandwidth: As of :func:`parse_topology`.
+        latency: As of :func:`parse_topology`.
+        folder: Where a file may lie, besides the working directory.
+
+    Returns:
+        The topology; and what of a file was read, assumed and left out, None for what is ours.
+
+    Raises:
+        ConfigurationError: The line says no topology.
+    """
     if not isinstance(text, str):
         raise ConfigurationError(f"{text!r:.60} is no topology", hint='such as "ring:8"')
     name, _, rest = text.strip().partition(":")
     if name in _GENERATORS:
-        return _generate(name, rest, {"bandwidth": bandwidth, "latency": latency})
+        return _generate(name, rest, {"bandwidth": bandwidth, "latency": latency}), None
     if bandwidth is not None or latency is not None:
         raise ConfigurationError(
             f"bandwidth and latency of {text!r} are given by what it describes",
             hint=f"only generators take them: {', '.join(_GENERATORS)}",
         )
     if name in MACHINES:
-        return named_topology(name, boxes=_count(rest or "1", text))
+        return named_topology(name, boxes=_count(rest or "1", text)), None
     if name == "lingjun":
-        return load_lingjun(rest)
+        return load_lingjun(rest), None
     if name == "taccl":
+        file = file_of(rest, folder=folder)
+        if file is not None:
+            return _of_file(file)
         profile, _, boxes = rest.partition(":")
-        return TacclProfile.load(profile).to_topology(boxes=_count(boxes or "1", text))
-    if text.endswith(".toml") or Path(text).is_file():
-        return read_topology(Path(text))
-    raise _unknown(name)
+        return TacclProfile.load(profile).to_topology(boxes=_count(boxes or "1", text)), None
+    file = file_of(text, folder=folder)
+    if file is None and not text.endswith(".toml"):
+        raise _unknown(name)
+    return _of_file(file or FileText(Path(text), 1, {}))
+
+
+def _of_file(file: FileText) -> tuple[Topology, Reading | None]:
+    form = format_of(file.path) if file.path.is_file() else None
+    if form is not None:
+        return read_other(file, form)
+    if file.path.suffix != ".toml" and not _is_own(file.path):
+        raise unknown_file(file.path)
+    if file.boxes > 1 or file.told:
+        message = f"{file.path} says all of its links itself"
+        raise ConfigurationError(message, hint="change the file, and name it alone")
+    return read_topology(file.path), None
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file is a topology in fivefold's own form, whatever its ending."""
+    try:
+        return describes_graph(read_toml(path))
+    except ConfigurationError:
+        return False
 
 
 def _generate(name: str, rest: str, given: Mapping[str, str | float | None]) -> Topology:
@@ -221,13 +293,17 @@ def _count(text: str, whole: str) -> int:
 
 def _unknown(name: str) -> ConfigurationError:
     known = [*MACHINES, *_GENERATORS, "lingjun", "taccl"]
+    if Path(name).suffix:
+        near_file = nearest_file(name)
+        hint = "give the path of a file" if near_file is None else f"did you mean {near_file}?"
+        return ConfigurationError(f"topology file {name} does not exist", hint=hint)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ConfigurationError(
         f"{name!r} is no topology",
         hint=f"{hint}name a machine ({', '.join(MACHINES)}), a generator "
-        f"({', '.join(_GENERATORS)}), lingjun:PATH, taccl:{'|'.join(PUBLISHED)} or a "
-        ".toml file",
+        f"({', '.join(_GENERATORS)}), lingjun:PATH, taccl:{'|'.join(PUBLISHED)}, a .toml file, "
+        f"or a file of another program ({', '.join(form.name for form in FORMATS)})",
     )
 
 
@@ -245,11 +321,23 @@ def read_topology(source: str | Path) -> Topology:
         tables = parse_toml(source, where=place)
     else:
         place, default_name = f"topology file {source}", Path(source).stem
-        tables = read_toml(source, what="topology file")
+        tables = topology_tables(source)
     try:
         return topology_from_tables(tables, default_name=default_name)
     except FivefoldError as error:
         raise type(error)(f"{place}: {error.message}", hint=error.hint) from None
+
+
+def topology_tables(path: str | Path) -> dict[str, Any]:
+    """Return the tables of a topology file; what is wrong with it is told in its own words."""
+    try:
+        return read_toml(path, what="topology file")
+    except ConfigurationError as error:
+        if "is not TOML" not in error.message:
+            raise
+        hint = 'a topology file has nodes and links, or generate = "torus:4x4"; files of other '
+        hint += "programs are known by what is in them"
+        raise ConfigurationError(error.message, hint=hint) from None
 
 
 def describes_graph(tables: Mapping[str, Any]) -> bool:

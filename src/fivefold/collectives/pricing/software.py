@@ -1,0 +1,180 @@
+"""What a communication library costs besides the links: its latencies, by protocol, with sources.
+
+The same links carry a collective in tens of microseconds under NCCL and in milliseconds under gloo,
+so that a price names the library that it is of. Each is declared once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from fivefold.collectives.pricing.closed_form import collective_time_s
+from fivefold.collectives.pricing.fabric import FabricSpec, Group, Tier, fabric_from_topology
+from fivefold.errors import require_one_of
+from fivefold.network.topology import Node, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """One way in which a library moves bytes.
+
+    Args:
+        name: As the library calls it.
+        share: What it reaches of the rate of a link.
+        base_s: Fixed time of a collective.
+        inside_s: Time of a step between ranks of one host.
+        across_s: Time of a step between hosts.
+    """
+
+    name: str
+    share: float
+    base_s: float
+    inside_s: float
+    across_s: float
+
+    def on(self, topology: Topology) -> Topology:
+        """Return the topology as a message of this protocol sees it, each step's time on the way.
+
+        A step pays on the link that leaves its rank, and the rest where it leaves the host.
+        """
+        nodes = {node.name: node for node in topology.nodes}
+        links = []
+        for link in topology.links:
+            here, there = nodes[link.source], nodes[link.target]
+            apart = here.is_rank and there.is_rank and here.host != there.host
+            leaves = here.host is not None and there.host is None
+            extra_s = self.inside_s if here.is_rank else 0.0
+            if apart or leaves or (here.is_rank and here.host is None):
+                extra_s += self.across_s - self.inside_s
+            rate = link.bandwidth_bytes_per_s * self.share
+            links.append(
+                replace(link, bandwidth_bytes_per_s=rate, latency_s=link.latency_s + extra_s)
+            )
+        return topology.with_links(links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """A communication library.
+
+    Args:
+        key: To choose it by.
+        name: For people, with the release that the numbers are of.
+        protocols: Of which the fastest is taken, as the library's own tuner does.
+        work_s: Processor time of one message, at both ends together.
+        shared_link_share: What a link carries where several connections meet on it.
+        source: Where the numbers come from.
+        ranks: How names of ranks begin on the machines that it is for.
+        kind: Kind of those ranks.
+    """
+
+    key: str
+    name: str
+    protocols: tuple[Protocol, ...]
+    work_s: float = 0.0
+    shared_link_share: float = 1.0
+    source: str
+    ranks: str = ""
+    kind: str = "gpu"
+
+    def default_s(self, topology: Topology, kind: str, *, size_bytes: float) -> float:
+        """Return the time of a collective by the library's own choice of ring, tree and protocol.
+
+        Raises:
+            ConfigurationError: Hosts differ in their number of ranks, or there is no such kind.
+        """
+        return min(
+            collective_time_s(
+                _reached(topology, protocol), kind, size_bytes=size_bytes,
+                group=Group(size=topology.num_ranks),
+            )
+            for protocol in self.protocols
+        )  # fmt: skip
+
+
+def _reached(topology: Topology, protocol: Protocol) -> FabricSpec:
+    fabric = fabric_from_topology(
+        topology, efficiency=protocol.share, base_s=protocol.base_s, hop_s=0.0
+    )
+
+    def step_s(tier: Tier) -> float:
+        return protocol.inside_s if tier.name == "node" else protocol.across_s
+
+    tiers = tuple(replace(tier, hop_s=tier.hop_s + step_s(tier)) for tier in fabric.tiers)
+    return replace(fabric, tiers=tiers)
+
+
+def _protocols(*rows: tuple[str, float, float, float, float]) -> tuple[Protocol, ...]:
+    """Return protocols from rows of name, share, and microseconds: base, inside, across."""
+    return tuple(
+        Protocol(
+            name=name, share=share, base_s=base * 1e-6, inside_s=inside * 1e-6,
+            across_s=across * 1e-6,
+        )
+        for name, share, base, inside, across in rows
+    )  # fmt: skip
+
+
+# NCCL counts 20 of the 25 GB/s of an NVLink (topo.h).
+_REACHED = 0.8
+_ALL = (
+    Software(
+        key="nccl",
+        name="NCCL 2.28",
+        protocols=_protocols(
+            ("LL", 0.5 * _REACHED, 6.6, 0.6, 2.7),
+            ("LL128", 0.92 * _REACHED, 14.0, 1.9, 4.0),
+            ("Simple", _REACHED, 8.4, 3.4, 14.0),
+        ),
+        source="NVIDIA/nccl, src/graph/tuning.cc: baseLatencies, hwLatencies of rings on NVLink "
+        "and network; topo.h: 20 of 25 GB/s of an NVLink",
+        ranks="gpu",
+    ),
+    Software(
+        key="rccl",
+        name="RCCL of ROCm 6",
+        protocols=_protocols(
+            ("LL", 0.5 * _REACHED, 12.0, 0.8, 9.5), ("Simple", _REACHED, 17.0, 2.1, 25.0)
+        ),
+        source="ROCm/rccl, src/graph/tuning.cc: baseLat, and hwLat of tuning_model_5 (rings on "
+        "xGMI, and on the network LL's ring and Simple's tree); the share is NCCL's",
+        ranks="gcd",
+    ),
+    Software(
+        key="gloo",
+        name="gloo of PyTorch 2.13",
+        protocols=_protocols(("TCP", 1.0, 0.0, 60.0, 60.0)),
+        work_s=1.4e-4,
+        shared_link_share=0.93,
+        source="measured in the lab, by fivefold collectives bench",
+        kind="cpu",
+    ),
+)
+SOFTWARE: Mapping[str, Software] = {one.key: one for one in _ALL}
+ENGINE_MESSAGE_S = 4e-4  # of fivefold's own backend over gloo, measured there as well
+
+
+def software_of(topology: Topology, key: str | None = None) -> Software:
+    """Return the library that a key names, or the one that runs on a topology's ranks.
+
+    Raises:
+        ConfigurationError: There is no such library.
+
+    Examples:
+        >>> from fivefold.network.topology import parse_topology
+        >>> [software_of(parse_topology(one)).key for one in ("mi250", "fat_tree:2,kind=cpu")]
+        ['rccl', 'gloo']
+    """
+    if key is not None:
+        require_one_of(key, SOFTWARE, f"there is no communication library {key!r}")
+        return SOFTWARE[key]
+    ranks = [node for node in topology.nodes if node.is_rank]
+    return next((one for one in _ALL if _fits(one, ranks)), SOFTWARE["nccl"])
+
+
+def _fits(one: Software, ranks: Iterable[Node]) -> bool:
+    return all(
+        node.kind == one.kind and node.name.rpartition("/")[2].startswith(one.ranks)
+        for node in ranks
+    )
