@@ -157,8 +157,10 @@ def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any
         for key in ("optimizer", *MUON_KEYS):
             del sections["optim"][key]
     moe = sections["model"]["moe"]
-    if moe is not None and moe["group_score"] == "max":
-        del moe["group_score"]  # as in checkpoints from before there was a choice
+    if config.model.moe is not None:
+        moe["balance_loss"] = config.model.moe.balance_coefficient
+        if moe["group_score"] == "max":
+            del moe["group_score"]  # as in checkpoints from before there was a choice
     sections["run"] = {"seed": config.run.seed, "steps": config.run.steps}
     sections["data"] = {
         "tokenizer": config.data.tokenizer,

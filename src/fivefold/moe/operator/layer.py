@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -121,15 +122,52 @@ class LayerGroup(Protocol):
 
 
 class _Gate(nn.Module):
-    """Router weights, [E, H], and the bias for choosing."""
+    """Router weights, [E, H], and the bias for choosing, which no cast of the layer narrows.
+
+    Biases of a balanced router differ in their last bits only: in 16 bits they choose other experts
+    (DeepSeek-V3, section 2.1.2, keeps its own in float32).
+    """
 
     selection_bias: torch.Tensor | None
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
-        bias = torch.zeros(config.experts) if config.selection_bias else None
+        wide = _wide(torch.get_default_dtype())
+        bias = torch.zeros(config.experts, dtype=wide) if config.selection_bias else None
         self.register_buffer("selection_bias", bias)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _Gate:  # noqa: FBT001, FBT002 - torch's signature
+        before = self.selection_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
+        after = self.selection_bias
+        if before is not None and after is not None and after.dtype != _wide(after.dtype):
+            self.selection_bias = before.to(after.device, _wide(after.dtype))
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *others: Any, **more: Any
+    ) -> None:
+        name = f"{prefix}selection_bias"
+        if isinstance(bias := state_dict.get(name), torch.Tensor):
+            state_dict[name] = bias.to(_wide(bias.dtype))  # also where it is assigned, not copied
+        super()._load_from_state_dict(state_dict, prefix, *others, **more)
+
+    def bias(self) -> torch.Tensor | None:
+        """Return the bias for choosing; refuse one that something has narrowed."""
+        bias = self.selection_bias
+        if bias is not None and bias.dtype != _wide(bias.dtype):
+            raise ConfigurationError(
+                f"gate.selection_bias has become {bias.dtype}, which sends tokens to other experts",
+                hint="keep it in float32: layers cast by .to() and load_state_dict do; leave it "
+                "out of what casts buffers (buffer_dtype of a mixed-precision policy)",
+            )
+        return bias
+
+
+def _wide(kind: torch.dtype) -> torch.dtype:
+    """Return the type that a router computes in."""
+    return torch.promote_types(kind, torch.float32)
 
 
 class _Experts(nn.Module):
@@ -214,6 +252,7 @@ class MoE(nn.Module):
         self.last_logits: torch.Tensor | None = None
         self.last_load: ExpertLoad | None = None
         self._decision: _Decision | None = None
+        self._told = False
         self.reset_parameters()
 
     @classmethod
@@ -273,7 +312,8 @@ class MoE(nn.Module):
             )
         tokens = x.reshape(-1, config.hidden)
         logits = self._logits(tokens)
-        routing = route(logits, config.router, selection_bias=self.gate.selection_bias)
+        routing = route(logits, config.router, selection_bias=self.gate.bias())
+        self._tell_of_idle_router()
         self._decision = _Decision(routing=routing, logits=logits)
         self.last_routing, self.last_logits = routing.detached(), logits.detach()
         ids = self._within_capacity(routing)
@@ -299,11 +339,25 @@ class MoE(nn.Module):
         return torch.sigmoid(nn.functional.linear(tokens, as_autocast(self.shared_gate)[0]))
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Not in autocast's 16 bits: a rounded logit sends a token to another expert (selective
-        # precision, arXiv 2101.03961, section 2.4).
+        # Not in 16 bits, whoever asks for them (autocast, a cast layer, sharded parameters): a
+        # rounded logit sends a token to another expert (selective precision, arXiv 2101.03961,
+        # section 2.4).
         with as_given(tokens):
-            wide = torch.promote_types(tokens.dtype, self.gate.weight.dtype)
+            wide = _wide(torch.promote_types(tokens.dtype, self.gate.weight.dtype))
             return nn.functional.linear(tokens.to(wide), self.gate.weight.to(wide))
+
+    def _tell_of_idle_router(self) -> None:
+        """Warn once, where training begins, of a router that no loss of the task reaches."""
+        if torch.compiler.is_compiling():  # asked first: a graph must not hang on what was told
+            return
+        if self._told or not (self.training and torch.is_grad_enabled()):
+            return
+        self._told = True
+        reason = self.config.router.why_constant(self.config.experts)
+        if reason is not None and self.gate.weight.requires_grad:
+            warnings.warn(
+                f"gate.weight gets no gradient of the task's loss: {reason}", stacklevel=3
+            )
 
     def _within_capacity(self, routing: Routing) -> torch.Tensor:
         """Return expert ids with -1 for the dropped; a rank's tokens compete among themselves."""
@@ -352,11 +406,21 @@ class MoE(nn.Module):
             A scalar with gradients to the router; 0 with a graph where there were no tokens.
 
         Raises:
-            ConfigurationError: This layer had no forward yet; a copy has none of its own.
+            ConfigurationError: This layer had no forward yet (a copy has none of its own), or in
+                training a forward without a graph, so that the loss would reach no router.
         """
         if self._decision is None:
             message = "there is no routing yet"
             raise ConfigurationError(message, hint="call the layer before its losses")
+        learns = self.training and torch.is_grad_enabled() and self.gate.weight.requires_grad
+        if learns and not self._decision.logits.requires_grad:
+            message = "the last forward of this layer kept no graph: its losses reach no router"
+            raise ConfigurationError(
+                message,
+                hint="run the layer with gradients before its losses: not under torch.no_grad, "
+                "and under torch.utils.checkpoint with use_reentrant=False; to measure only, call "
+                "eval() first or read the losses under torch.no_grad",
+            )
         load = None if self.last_load is None else self.last_load.routed
         loss = balance * load_balancing_loss(self._decision.routing, load=load)
         return loss + z * router_z_loss(self._decision.logits) if z else loss
