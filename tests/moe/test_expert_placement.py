@@ -56,12 +56,12 @@ def alone(ranks):
     return train(model, model, data(ranks).flatten(1, 2)).state_dict()
 
 
-def shared_out(placement, model):
+def shared_out(placement):
     whole = placement.whole_state_dict()
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in whole.items()}
 
 
-def by_ddp(model, placement):
+def by_ddp(model, _placement):
     return DistributedDataParallel(model)
 
 
@@ -73,7 +73,7 @@ def trained_by(wrap, ranks):
     model = Model(AllToAllGroup())
     placement = prepare_experts(model)
     train(model, wrap(model, placement), data(ranks)[:, dist.get_rank()])
-    return shared_out(placement, model)
+    return shared_out(placement)
 
 
 def refused(body):
@@ -113,7 +113,7 @@ def outer(layer):
 
 REFUSED = {
     "DistributedDataParallel": (
-        lambda layer: DistributedDataParallel(layer),
+        DistributedDataParallel,
         "ConfigurationError: DistributedDataParallel takes experts.w13 for a replica",
     ),
     "DistributedDataParallel from other weights": (
@@ -152,7 +152,7 @@ def allowed():
     return torch.equal(upcycled.experts.w2[0], upcycled.experts.w2[1])
 
 
-def two_ranks(rank):
+def two_ranks(_rank):
     found = {wrap.__name__: trained_by(wrap, 2) for wrap in (by_ddp, by_fsdp)}
     found["refused"] = {n: refused(forward(wrap)) for n, (wrap, _) in REFUSED.items()}
     found["allowed"] = allowed()
@@ -215,7 +215,7 @@ def workers(rank):
     replicated = Model(AllToAllGroup(mine))
     placement = prepare_experts(replicated)  # all four step together
     train(replicated, DistributedDataParallel(replicated), data(4)[:, rank])
-    return off, shared_out(placement, replicated)
+    return off, shared_out(placement)
 
 
 @pytest.mark.nightly

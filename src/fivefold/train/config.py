@@ -107,7 +107,7 @@ class DataConfig(Section):
     """Table ``[data]``: the text, how it becomes tokens and how it is split."""
 
     path: Text = "stdlib"
-    """"stdlib" or a folder of text"""
+    """"stdlib", a folder of text, or one file"""
     tokenizer: Text = "bytes"
     """"bytes" or the path of a Hugging Face tokenizer.json"""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
