@@ -86,7 +86,7 @@ def tokens_of(size):
     [
         (2, {"bias": True}),
         (3, {"router": Router(top_k=6, score="sigmoid"), "shared_intermediate": 4}),
-        (4, {"experts": 8, "router": Router(top_k=1), "activation": "relu2"}),
+        (4, {"experts": 8, "router": Router(top_k=1, normalize=False), "activation": "relu2"}),
     ],
 )
 def test_outputs_gradients_loads_and_bytes_are_those_of_one_process(tmp_path, size, changes):

@@ -266,6 +266,36 @@ def test_a_layer_computes_what_the_model_s_own_block_does(family):
     check_block(family)
 
 
+@pytest.mark.parametrize("family", BLOCKS)
+def test_in_bfloat16_no_token_goes_to_another_expert(family):
+    """Beside the same numbers in float32: what 16 bits hold of weights and tokens is the model.
+
+    Biases differ in bits that 16 do not hold, as those of a balanced router do.
+    """
+    folder, name = BLOCKS[family]
+    modeling, config = modeling_of(folder), config_of(family)
+    torch.manual_seed(1)
+    block = made(getattr(modeling, name), config).bfloat16().float()
+    if (bias := bias_of(block)) is not None:
+        bias.add_(7.5).add_(1e-3 * torch.randn(EXPERTS))
+    if family in {"granitemoeshared", "granitemoehybrid"}:  # as in check_block
+        config.shared_intermediate_size = 0
+    layer = (copied_dbrx if family == "dbrx" else copied)(block, config)
+    x = torch.randn(1, 200, HIDDEN).bfloat16()
+    with torch.no_grad():
+        layer(x.float())
+        wanted, wide = layer.last_routing, block(x.float())
+        own = layer.state_dict()
+        for narrow in (layer.bfloat16(), MoE.from_config(config).bfloat16()):
+            narrow.load_state_dict(own)
+            found = narrow(x)
+            assert torch.equal(narrow.last_routing.ids_TK, wanted.ids_TK)
+            assert torch.equal(narrow.last_routing.weights_TK, wanted.weights_TK)
+    wide = (wide[0] if isinstance(wide, tuple) else wide).view(found.shape)
+    assert found.dtype == torch.bfloat16
+    assert (found - wide).norm() < 0.02 * wide.norm()
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(
     ("family", "field"),

@@ -3,12 +3,14 @@
 import copy
 import io
 import json
+import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.moe import (
@@ -90,7 +92,33 @@ def test_what_a_layer_remembers_holds_no_graph():
     assert wanted[0].any()
     with torch.no_grad():
         layer(x)
-    assert not layer.auxiliary_loss().requires_grad
+        assert not layer.auxiliary_loss().requires_grad
+    assert not layer.eval().auxiliary_loss().requires_grad
+
+
+def through_a_checkpoint(layer, x):
+    checkpoint(layer, x, use_reentrant=True)
+
+
+def without_gradients(layer, x):
+    with torch.no_grad():
+        layer(x)
+
+
+def in_evaluation(layer, x):
+    without_gradients(layer.eval(), x)
+    layer.train()
+
+
+@pytest.mark.parametrize("forward", [through_a_checkpoint, without_gradients, in_evaluation])
+def test_a_loss_whose_gradient_would_reach_no_router_is_refused(forward):
+    layer = layer_of(router=Router(top_k=2))
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    forward(layer, x)
+    with pytest.raises(ConfigurationError, match="use_reentrant=False"):
+        layer.auxiliary_loss()
+    layer.gate.weight.requires_grad_(False)  # nothing is to be learned
+    assert float(layer.auxiliary_loss()) > 0
 
 
 def test_a_layer_is_copied_and_averaged_after_a_training_step():
@@ -113,14 +141,128 @@ def test_a_layer_is_copied_and_averaged_after_a_training_step():
     assert torch.equal(torch.load(file, weights_only=False)(x), layer(x))
 
 
+BIAS = 7.5 + 1e-3 * torch.arange(4.0)  # 16 bits hold none of the differences
+
+
+def assigned(layer):
+    narrow = {
+        name: t.bfloat16() if "bias" not in name else t for name, t in layer.state_dict().items()
+    }
+    fresh = MoE(layer.config)
+    fresh.load_state_dict(narrow, assign=True)
+    return fresh
+
+
+def made_narrow(layer):
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fresh = MoE(layer.config)
+    finally:
+        torch.set_default_dtype(default)
+    fresh.load_state_dict(layer.state_dict())
+    return fresh
+
+
+CASTS = {
+    "bfloat16": lambda layer: layer.bfloat16(),
+    "half": lambda layer: layer.half(),
+    "to": lambda layer: layer.to(torch.bfloat16),
+    "type": lambda layer: layer.type(torch.bfloat16),
+    "inside of a model": lambda layer: torch.nn.Sequential(layer).bfloat16()[0],
+    "a state assigned": assigned,
+    "made in 16 bits": made_narrow,
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_a_router_stays_wide_whatever_the_layer_becomes(cast):
+    torch.manual_seed(0)
+    layer = MoE(MoEConfig(hidden=6, intermediate=5, experts=4, selection_bias=True))
+    layer.gate.selection_bias.copy_(BIAS)
+    narrow = cast(layer)
+    assert narrow.experts.w13.dtype.itemsize == 2
+    assert torch.equal(narrow.gate.selection_bias, BIAS)
+    x = torch.randn(50, 6).to(narrow.experts.w13.dtype)
+    narrow(x)
+    logits = x.float() @ narrow.gate.weight.float().T
+    assert torch.equal(narrow.last_logits, logits)
+    wanted = route(logits, layer.config.router, selection_bias=BIAS)
+    assert torch.equal(narrow.last_routing.ids_TK, wanted.ids_TK)
+    narrow.double()
+    assert narrow.gate.selection_bias.dtype == torch.float64
+
+
+def test_a_bias_that_something_else_narrowed_is_refused():
+    layer = layer_of(selection_bias=True)
+    layer.gate.selection_bias = layer.gate.selection_bias.bfloat16()
+    with pytest.raises(ConfigurationError, match=r"selection_bias has become torch\.bfloat16"):
+        layer(torch.zeros(1, 6, dtype=torch.float64))
+    saved = {n: t.bfloat16() for n, t in layer.state_dict().items()}
+    layer.load_state_dict(saved, assign=True)  # all that is left of it
+    assert layer.gate.selection_bias.dtype == torch.float32
+
+
 def test_capacity_of_the_layer():
-    layer = layer_of(capacity_factor=0.5, router=Router(top_k=1))
+    layer = layer_of(capacity_factor=0.5, router=Router(top_k=1, normalize=False))
     with torch.no_grad():
         layer.gate.weight.zero_()  # ties: every token to expert 0
     x = torch.randn(8, 6, dtype=torch.float64)
     assert layer(x).abs().sum(-1).nonzero()[:, 0].tolist() == [0]  # ceil(8 / 4 * 0.5) = 1
 
 
+SCORES = ["softmax", "topk_softmax", "sigmoid", "topk_sigmoid", "sqrtsoftplus"]
+
+
+@given(
+    router=st.builds(
+        Router,
+        top_k=st.integers(1, 3),
+        score=st.sampled_from(SCORES),
+        normalize=st.booleans(),
+        scale=st.floats(0.5, 2.0),
+        epsilon=st.sampled_from([1e-20, 1e-9, 1e-2, 1.0]),
+    ),
+    experts=st.integers(1, 6),
+    options=st.fixed_dictionaries(
+        {
+            "activation": st.sampled_from(sorted(ACTIVATIONS)),
+            "bias": st.booleans(),
+            "shared_intermediate": st.sampled_from([0, 3]),
+            "selection_bias": st.booleans(),
+            "capacity_factor": st.sampled_from([None, 0.5, 2.0]),
+            "recompute": st.booleans(),
+        }
+    ),
+    gated=st.booleans(),
+    on_input=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_every_parameter_learns_from_the_task_or_is_named(
+    router, experts, options, gated, on_input, seed
+):
+    """A router whose weights are the same for all tokens gets a gradient of rounding errors."""
+    assume(router.top_k <= experts)
+    options |= {"shared_gate": gated and options["shared_intermediate"] > 0}
+    options |= {"weight_on_input": on_input and router.top_k == 1}
+    torch.manual_seed(seed)
+    config = MoEConfig(hidden=4, intermediate=5, experts=experts, router=router, **options)
+    layer = MoE(config).double()
+    for name, parameter in layer.named_parameters():
+        if name.endswith(("b13", "b2")):
+            torch.nn.init.normal_(parameter)
+    x = torch.randn(64, 4, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        (layer(x) - torch.randn_like(x)).square().sum().backward()
+    named = {str(warning.message).split()[0] for warning in said}
+    slopes = {
+        n: 0.0 if p.grad is None else float(p.grad.norm()) for n, p in layer.named_parameters()
+    }
+    assert named == {n for n, slope in slopes.items() if slope < 1e-6 * max(slopes.values())}
+
+
+@pytest.mark.filterwarnings("ignore:gate.weight gets no gradient")
 @given(
     tokens=st.integers(0, 9),
     router=st.builds(

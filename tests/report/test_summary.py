@@ -19,6 +19,7 @@ from fivefold.report import (
     write_html,
 )
 from fivefold.report._reader import configuration_differences
+from fivefold.report.page import TextBlock
 from fivefold.report.summary import time_to_value
 
 
@@ -195,6 +196,45 @@ def test_caveats_say_what_limits_the_comparison(tmp_path, make_run):
     assert "Unshaped: user namespaces are not allowed." in text
     assert "Not finished: CO2 (tau 8)." in text
     assert "The runs differ in torch" in text
+
+
+@pytest.mark.parametrize(
+    ("co2", "none", "ratio"),
+    [
+        ({}, {"wall_s": 36.0}, "200.0 %"),  # 34 s of training against 17
+        ({"waited_for_cpu": 0.02}, {"waited_for_cpu": 0.4}, "94 %"),
+        ({"waited_for_cpu": 0.4}, {"waited_for_cpu": 0.02}, "94 %"),
+    ],
+)
+def test_a_ratio_with_a_disturbed_run_is_said_to_be_disturbed(comparison, co2, none, ratio):
+    for name, changes in (("co2", co2), ("none", none)):
+        waited = {"process": {"waited_for_cpu": changes.pop("waited_for_cpu", None)}}
+        _change(comparison / name / "result.json", **changes, **waited)
+    report = build_report([comparison])
+    assert report.summaries[2].fraction_of_compute_only is None
+    assert "% of the speed without" not in report.headline
+    assert "the speed without communication was disturbed" in report.headline
+    (said,) = [text for text in report.caveats if "CO2 (tau 8) came to" in text]
+    assert f"{ratio} of the speed without communication" in said
+    assert "repeat them on an idle one" in said
+
+
+def test_runs_that_were_equally_busy_are_compared(comparison):
+    for name in ("none", "co2", "ddp"):
+        _change(comparison / name / "result.json", process={"waited_for_cpu": 0.4})
+    assert build_report([comparison]).caveats == ()
+
+
+def test_what_a_run_did_not_read_is_a_caveat(tmp_path, make_run):
+    data = {"read_bytes": 900, "disk_bytes": 1000, "said": "text: left out a.gz"}
+    make_run(tmp_path / "ddp", "ddp", data=data)
+    make_run(tmp_path / "co2", "co2", data=data | {"read_bytes": 999})
+    report = build_report([tmp_path])
+    (said,) = report.caveats
+    assert said == "DDP did not read 10.0 % of its data: text: left out a.gz."
+    told = [part.text for section in report_text(report).sections for part in section.parts
+            if isinstance(part, TextBlock)]  # fmt: skip
+    assert "data: text: left out a.gz" in told
 
 
 def test_diverged_curves_are_no_error(comparison):

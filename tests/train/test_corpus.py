@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import random
 import shutil
 import signal
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +20,14 @@ from hypothesis import strategies as st
 
 from fivefold.errors import DataError
 from fivefold.train import _token_cache
-from fivefold.train._corpus import (
-    ByteTokenizer,
+from fivefold.train._corpus import ByteTokenizer, load_corpus
+from fivefold.train._text_files import (
     find_files,
-    is_text,
-    load_corpus,
     read_pieces,
+    reading_of,
     resolve_source,
+    warning_of,
+    why_not_text,
 )
 from fivefold.train.config import DataConfig
 
@@ -120,7 +123,7 @@ def test_hidden_empty_and_binary_files_are_not_read(load, folder):
     (folder / "dangling.txt").symlink_to(folder / "nowhere")
     (folder / "image.png").write_bytes(b"\x89PNG\x00\x01")
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
-    (folder / "late.txt").write_bytes(b"a" * (3 << 20) + b"\0")
+    (folder / "late.txt").write_bytes(b"a" * 99 + b"\0")
     (folder / "cut.txt").write_bytes(b"abc\xc3")
     corpus = load()
     assert np.array_equal(corpus.train, expected.train)
@@ -130,29 +133,176 @@ def test_hidden_empty_and_binary_files_are_not_read(load, folder):
 
 def test_the_standard_library_is_read_without_installed_packages():
     root = resolve_source("stdlib")
-    names = {file.name for file in find_files(root, library=True)}
+    names = {file.name for file in find_files(root, library=True)[0]}
     assert {"os.py", "json/decoder.py", "asyncio/tasks.py"} <= names
     assert all(name.endswith(".py") for name in names)
     assert not any("site-packages" in name or "__pycache__" in name for name in names)
 
 
-@given(st.lists(st.binary(max_size=9), max_size=30), st.integers(1, 20))
-def test_pieces_join_to_the_file_and_end_with_lines(tmp_path_factory, lines, piece_bytes):
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], include_characters=" \n"), max_size=200),
+    st.integers(1, 20),
+    st.data(),
+)
+def test_pieces_join_to_the_text_and_cut_no_character(tmp_path_factory, text, piece_bytes, data):
     path = tmp_path_factory.mktemp("pieces") / "text"
-    content = b"\n".join(line.replace(b"\r", b"") for line in lines)
+    content = text.encode()
     path.write_bytes(content)
+    place = data.draw(st.integers(0, len(text)))
+    start = len(text[:place].encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fivefold.train._corpus._PIECE_BYTES", piece_bytes)
-        pieces = list(read_pieces(path))
-    assert b"".join(pieces) == content
-    assert all(piece.endswith(b"\n") for piece in pieces[:-1])
+        patch.setattr("fivefold.train._text_files.PIECE_BYTES", piece_bytes)
+        pieces = list(read_pieces(path, start))
+        before = list(read_pieces(path, 0, start))
+    assert b"".join(pieces) == content[start:]
+    assert b"".join(before) == content[:start]
+    assert "".join(piece.decode() for piece in pieces) == text[place:]
     assert all(pieces)
+    assert all(len(piece) <= 2 * piece_bytes + 3 for piece in pieces)
+    for piece in pieces[:-1]:
+        assert piece.endswith(b"\n") or b"\n" not in piece
+
+
+def test_a_line_without_end_stays_within_the_stated_memory(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("word " * (1 << 20))
+    tracemalloc.start()
+    for piece in read_pieces(path):
+        assert piece.endswith(b" ")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 6 << 20
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n"), min_size=2),
+    st.floats(0.001, 0.999),
+)
+def test_a_file_that_is_alone_is_cut_and_no_character_with_it(tmp_path_factory, text, fraction):
+    root = tmp_path_factory.mktemp("alone")
+    (root / "text").write_text(text * 40, newline="")
+    for path in (root, root / "text"):  # the folder, or the file itself
+        data = DataConfig(
+            path=str(path), cache=str(root / ".cache"), sequence_length=1,
+            validation_fraction=fraction,
+        )  # fmt: skip
+        corpus = load_corpus(data, ByteTokenizer())
+        parts = [bytes(part[:-1].astype(np.uint8)) for part in (corpus.train, corpus.validation)]
+        assert b"".join(parts) == (text * 40).encode()
+        assert all(parts)
+        for part in parts:
+            part.decode()
+        off = abs(len(parts[1]) - fraction * len(text.encode()) * 40)
+        longest = max(len(line.encode()) + 1 for line in (text * 40).split("\n"))
+        assert off <= longest + 1  # the nearer of two line ends
+
+
+# What a file may be: its bytes from a text, and a word of the reason why it is not read.
+KINDS = {
+    "utf-8": (lambda text: text.encode(), None),
+    "utf-8 with a mark": (lambda text: b"\xef\xbb\xbf" + text.encode(), None),
+    "old line ends": (lambda text: text.replace("\n", "\r\n").encode(), None),
+    "utf-16": (lambda text: ("x" + text).encode("utf-16"), "UTF-16:"),
+    "utf-16 without a mark": (lambda _: b"p\0l\0a\0i\0n\0", "UTF-16 without"),
+    "utf-32": (lambda text: text.encode("utf-32"), "UTF-32"),
+    "latin": (lambda text: text.encode() + b"caf\xe9 ", "not UTF-8"),
+    "cut": (lambda text: text.encode() + "\u20ac".encode()[:2], "not UTF-8"),
+    "binary": (lambda text: b"ab\0cd" + text.encode(), "NUL"),
+    "late binary": (lambda text: text.encode() + b"x" * 70 + b"\0", "NUL"),
+    "parquet": (lambda text: b"PAR1" + text.encode() + b"PAR1", "Parquet"),
+    "gzip": (lambda text: gzip.compress(text.encode()), "gzip"),
+    "json lines": (lambda text: (json.dumps({"text": text}) + "\n").encode() * 3, "JSON lines"),
+    "notebook": (
+        lambda text: json.dumps({"cells": [{"cell_type": "code", "source": text}],
+                                 "nbformat": 4}).encode(),
+        "notebook",
+    ),
+    "one json object": (lambda text: json.dumps({"text": text}, indent=1).encode(), None),
+}  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(KINDS)),
+            st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t"),
+                    min_size=1, max_size=99),
+            st.sampled_from(["a", "b/c", "b/d", ".hidden", "e f"]),
+            st.sampled_from(["", ".txt", ".py", ".md"]),
+        ),
+        max_size=6,
+    )
+)  # fmt: skip
+def test_every_byte_of_a_folder_is_in_the_corpus_or_named(tmp_path_factory, drawn):
+    root = tmp_path_factory.mktemp("folder")
+    for name in ("x", "y"):  # so much that the rest is no more than half
+        (root / name).write_text("some plain text\n" * 1000)
+    read, missed = dict.fromkeys(("x", "y"), b"some plain text\n" * 1000), {}
+    for number, (kind, text, place, suffix) in enumerate(drawn):
+        make, why = KINDS[kind]
+        content, name = make(text), f"{place}{number}{suffix}"
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+        if place.startswith("."):
+            continue
+        (missed if why else read)[name] = (content, why) if why else content
+    data = DataConfig(path=str(root), cache=str(root / ".cache"), sequence_length=1)
+    corpus = load_corpus(data, ByteTokenizer())
+    assert sorted(documents(corpus.train) + documents(corpus.validation)) == sorted(read.values())
+    account = corpus.account
+    assert account["read_bytes"] == sum(map(len, read.values()))
+    assert account["read_bytes"] == corpus.train_bytes + corpus.validation_bytes
+    left_out = account["left_out"]
+    assert sum(part["size_bytes"] for part in left_out) == sum(len(c) for c, _ in missed.values())
+    assert sum(part["files"] for part in left_out) == len(missed)
+    assert account["disk_bytes"] == account["read_bytes"] + sum(p["size_bytes"] for p in left_out)
+    for name, (_, why) in missed.items():
+        (part,) = [part for part in left_out if why in part["why"]]
+        assert name in part["names"] or part["files"] > len(part["names"])
+
+
+def test_what_is_left_out_is_warned_of_and_most_of_a_folder_is_refused(load, folder):
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert warning_of(load().account) is None
+    for number in range(4):
+        (folder / f"a{number}.parquet").write_bytes(b"PAR1" + b"x" * (size // 50))
+    account = load().account
+    wanted = "a0.parquet, a1.parquet, a2.parquet and 1 more"
+    assert wanted in warning_of(account)
+    assert wanted in reading_of(account).line()
+    assert "write its text column to text files" in warning_of(account)
+    (folder / "a4.parquet").write_bytes(b"PAR1" + b"x" * 2 * size)
+    with pytest.raises(
+        DataError, match=r"% of the [\d,]+ bytes in data.path would not be read"
+    ) as e:
+        load()
+    assert "a0.parquet: Parquet: write its text column" in e.value.hint
+
+
+@pytest.mark.parametrize(
+    "pointer",
+    [
+        "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12345678\n",
+        "/annex/objects/SHA256E-s12345678--ab.txt\n",
+    ],
+)
+def test_a_pointer_stands_for_the_file_that_is_not_here(load, folder, pointer):
+    (folder / "big.txt").write_text(pointer)
+    with pytest.raises(DataError, match=r"big.txt \(12,345,678 bytes") as caught:
+        load()
+    assert "git lfs pull" in caught.value.hint
+
+
+def test_links_to_folders_are_warned_of(load, folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    assert "link (0 bytes: a link to a folder" in warning_of(load().account)
 
 
 def test_a_character_on_the_edge_of_two_pieces_is_still_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("fivefold.train._corpus._PIECE_BYTES", 3)
-    (tmp_path / "a").write_text("aaéé€€𝄞")
-    assert is_text(tmp_path / "a")
+    monkeypatch.setattr("fivefold.train._text_files.PIECE_BYTES", 3)
+    (tmp_path / "a").write_text("aa\u00e9\u00e9\u20ac\u20ac\U0001d11e")
+    assert why_not_text(find_files(tmp_path, library=False)[0][0]) is None
 
 
 def test_the_cache_is_used_and_follows_text_and_options(load, folder, caches):
@@ -322,7 +472,7 @@ def test_the_automatic_cache_falls_back_to_the_temporary_folder(tmp_path, monkey
     assert "cannot be written" in caplog.text
 
 
-def test_missing_empty_binary_and_short_data_are_errors_with_hints(load, folder, tmp_path):
+def test_missing_empty_binary_and_short_data_are_errors_with_hints(load, tmp_path):
     def error_of(path, **options):
         with pytest.raises(DataError) as caught:
             load(path, **options)
@@ -330,15 +480,19 @@ def test_missing_empty_binary_and_short_data_are_errors_with_hints(load, folder,
         return caught.value.message
 
     assert "does not exist" in error_of(tmp_path / "nowhere")
-    assert "is a file, not a folder" in error_of(folder / "part0" / "0.txt")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "has no files to read" in error_of(empty)
     for number in range(3):
         (empty / str(number)).write_bytes(b"\0\1\2")
-    assert "none of the 3 files" in error_of(empty)
+    assert "100.0% of the 9 bytes in data.path would not be read" in error_of(empty)
+    (empty / "text").write_text("w" * 10)
+    assert "too few for one sequence" in error_of(empty)
+    (empty / "text").write_text("w")
+    for number in range(3):
+        (empty / str(number)).unlink()
+    assert "too short to be cut in two" in error_of(empty)
     (empty / "text").write_text("words " * 50)
-    assert "is the only text file" in error_of(empty)
     (empty / "more").write_text("words " * 50)
     assert load(empty, sequence_length=300).num_files == 2
     message = error_of(empty, sequence_length=301)

@@ -1,11 +1,13 @@
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from fivefold.errors import ConfigurationError
+from fivefold.report import build_report
 from fivefold.testing import run_processes
 from fivefold.train import load_config, train
 from fivefold.train._corpus import load_corpus, load_tokenizer
@@ -18,6 +20,27 @@ METHODS = ["none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_correct
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_of_the_data_is_read_is_said_everywhere(make_config, text_folder, tmp_path, caplog):
+    folder = tmp_path / "text"
+    shutil.copytree(text_folder, folder)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    (folder / "rows.parquet").write_bytes(b"PAR1" + bytes(size // 4 - 4))
+    config = make_config("none", steps=2)
+    data = config.data.model_copy(update={"path": str(folder)})
+    config = config.model_copy(update={"data": data, "optim": config.optim.model_copy(update={
+        "warmup_steps": 0})})  # fmt: skip
+    train(config)
+    said = "left out rows.parquet"
+    assert said in caplog.text
+    assert "20.0% of the bytes in data.path are not read" in caplog.text
+    account = json.loads((config.run.output / "manifest.json").read_text())["data"]
+    assert said in account["said"]
+    assert account["disk_bytes"] == size + size // 4
+    first = lines(config.run.output / "metrics.jsonl")[0]
+    assert (first["event"], first["read_bytes"]) == ("data", size)
+    assert said in " ".join(build_report([config.run.output]).caveats)
 
 
 def large_batch_reference(config, world_size):

@@ -215,6 +215,12 @@ def test_local_updates_train_mixtures_too(moe_config, run_ranks):
         (["model.moe.expert_parallel=2"], 'needs sync.method "ddp"; got "delay_corrected"'),
         (["model.moe.bias_rate=0.1"], 'bias_rate needs sync.method "ddp" or "none"'),
         (["model.moe.expert=3"], "model.moe.expert"),
+        (["model.moe.top_k=1"], "would learn nothing from the task"),
+        (
+            ["model.moe.top_k=1", "model.moe.normalize=false", "model.moe.score=topk_softmax"],
+            "set normalize = false and score =",
+        ),
+        (["model.moe.experts=1", "model.moe.top_k=1", "model.moe.normalize=false"], "experts 1"),
         (["model.moe.capacity_factor=0"], "capacity_factor must be greater than 0"),
     ],
 )
@@ -226,11 +232,32 @@ def test_tables_that_do_not_fit_are_refused(tmp_path, overrides, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "coefficient"),
+    [
+        ({}, 0.01),
+        ({"bias_rate": 0.001}, 0.0),
+        ({"bias_rate": 0.001, "balance_loss": 0.02}, 0.02),
+        ({"balance_loss": 0.0}, 0.0),
+    ],
+)
+def test_a_bias_balances_instead_of_the_loss(given, coefficient):
+    moe = MixtureConfig(**given)
+    model = ModelConfig(layers=1, width=16, heads=2, moe=moe)
+    mixtures = Transformer(model, vocab_size=7, sequence_length=4).mixtures
+    layer = mixtures.layers[0]
+    layer(torch.randn(5, 16))
+    wanted = layer.auxiliary_loss(balance=coefficient, z=moe.z_loss)
+    assert torch.equal(mixtures.auxiliary_loss(), wanted)
+
+
 def test_groups_are_chosen_by_the_configured_score():
     # Logits (5, 0) and (4, 3): the first group has the largest score, the second the largest sum.
     chosen = {}
     for score in ("max", "top2_sum"):
-        moe = MixtureConfig(experts=4, top_k=1, score="sigmoid", groups=2, group_score=score)
+        moe = MixtureConfig(
+            experts=4, top_k=1, score="sigmoid", normalize=False, groups=2, group_score=score
+        )
         config = ModelConfig(layers=1, width=4, heads=1, moe=moe)
         layer = Transformer(config, vocab_size=7, sequence_length=4).mixtures.layers[0]
         with torch.no_grad():

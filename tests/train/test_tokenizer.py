@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 
@@ -10,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.train._corpus import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.train._corpus import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    load_corpus,
+    load_tokenizer,
+)
+from fivefold.train._text_files import warning_of
+from fivefold.train.config import DataConfig
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -72,6 +80,76 @@ def test_a_tokenizers_file_is_read(save):
     # The file has no end token, so one is added after the last.
     assert (tokenizer.document_end, tokenizer.vocab_size) == (3, 4)
     assert load_tokenizer(str(path.parent)).fingerprint == tokenizer.fingerprint
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    """A tokenizer of bytes and their merges, trained by the library; and its text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("byte_level")
+    (folder / "text").mkdir()
+    for number in range(8):
+        line = f"the quick brown fox {number} jumps over the lazy dog.\n"
+        (folder / "text" / f"{number}.txt").write_text(line * 60)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
+    made.train([str(path) for path in (folder / "text").iterdir()], trainer)
+    return made, folder
+
+
+def corpus_of(tokenizer, folder, cache):
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    data = DataConfig(
+        path=str(folder / "text"), cache=str(cache), tokenizer=str(path), sequence_length=16
+    )
+    return load_corpus(data, load_tokenizer(str(path)))
+
+
+def truncating(tokenizer):
+    tokenizer.enable_truncation(16)
+
+
+def padding(tokenizer):
+    tokenizer.enable_padding(length=5000, pad_id=0)
+
+
+def dropping(tokenizer):
+    tokenizer.model.dropout = 0.5
+
+
+@pytest.mark.parametrize("option", [truncating, padding, dropping])
+def test_what_a_file_does_to_batches_does_not_reach_the_corpus(byte_level, tmp_path, option):
+    tokenizer, folder = byte_level
+    plain = corpus_of(tokenizer, folder, tmp_path)
+    changed = type(tokenizer).from_str(tokenizer.to_str())
+    option(changed)
+    found = corpus_of(changed, folder, tmp_path)
+    assert np.array_equal(found.train, plain.train)
+    assert np.array_equal(found.validation, plain.validation)
+    assert found.account["lost_in_tokens_bytes"] == 0
+    assert found.fingerprint != plain.fingerprint  # no cache of before, which was cut or padded
+
+
+def test_a_tokenizer_that_loses_text_is_counted_and_one_that_loses_most_refused(
+    byte_level, tmp_path
+):
+    tokenizer, folder = byte_level
+    lower = type(tokenizer).from_str(tokenizer.to_str())
+    lower.normalizer = importlib.import_module("tokenizers").normalizers.Replace("fox", "")
+    account = corpus_of(lower, folder, tmp_path).account
+    assert account["lost_in_tokens_bytes"] == 8 * 60 * len("fox")
+    assert "do not come back from their tokens" in warning_of(account)
+    words = importlib.import_module("tokenizers")
+    most = words.Tokenizer(words.models.WordLevel({"?": 0, "fox": 1}, "?"))
+    most.pre_tokenizer = words.pre_tokenizers.Whitespace()
+    with pytest.raises(DataError, match="does not keep the text"):
+        corpus_of(most, folder, tmp_path)
 
 
 def test_the_end_token_of_the_file_is_used(save):

@@ -16,6 +16,7 @@ from fivefold.moe.parallel._config import OneSidedConfig
 from fivefold.moe.parallel._heaps import SharedMemoryHeap, TorchSymmetricHeap, VirtualHeap
 from fivefold.moe.parallel._one_sided import OneSidedGroup
 from fivefold.moe.parallel.all_to_all import AllToAllGroup
+from fivefold.moe.parallel.placement import ExpertPlacement, prepare_experts
 from fivefold.moe.routing.router import (
     Router,
     Routing,
@@ -30,6 +31,7 @@ from fivefold.moe.routing.router import (
 __all__ = [
     "ACTIVATIONS",
     "AllToAllGroup",
+    "ExpertPlacement",
     "MoE",
     "MoEConfig",
     "OneSidedConfig",
@@ -48,6 +50,7 @@ __all__ = [
     "fused_moe",
     "load_balancing_loss",
     "open_checkpoint",
+    "prepare_experts",
     "register_transformers_backend",
     "route",
     "router_z_loss",

@@ -245,6 +245,10 @@ def find_worker(
     if may_lose(transport):
         message = "a worker of several ranks cannot use a transport that may lose a round"
         raise ConfigurationError(message, hint="use one rank for each worker, or no elastic")
+    if shares := own_shares(model):
+        message = f"the ranks of a worker have experts of their own ({shares[0]})"
+        hint = "leave shard_group out; process_group is the ranks with the same experts"
+        raise ConfigurationError(message, hint=hint)
     parameters = trainable(model)
     plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if isinstance(rule.penalty, GapPenalty) and plain and len(plain) < len(parameters):
@@ -252,6 +256,27 @@ def find_worker(
         raise ConfigurationError(message, hint='shard all, or use staleness="none"')
     worker.broadcast([*model.parameters(), *model.buffers()])
     return worker
+
+
+def own_shares(model: torch.nn.Module) -> list[str]:
+    """Return what of a model is this rank's own: what its modules' ``rank_share`` says."""
+    asked = ((name, getattr(module, "rank_share", None)) for name, module in model.named_modules())
+    return [f"{name}: {share}" for name, share in asked if isinstance(share, str)]
+
+
+def require_same_shares(transport: Transport, model: torch.nn.Module) -> None:
+    """Refuse ranks that have other experts than this one; a collective call."""
+    mine = own_shares(model)
+    for rank, theirs in enumerate(transport.gather_objects(mine)):
+        if theirs != mine:
+            pairs = itertools.zip_longest(theirs, mine, fillvalue="nothing")
+            other, own = next((a, b) for a, b in pairs if a != b)
+            raise ConfigurationError(
+                f"rank {rank} has {other!r:.90} where rank {transport.rank} has {own!r:.90}: they "
+                "are no replicas of one another",
+                hint="give OuterSync the ranks with the same experts: process_group="
+                "prepare_experts(model, process_group=...).workers",
+            )
 
 
 def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...], str, str]]:

@@ -34,6 +34,7 @@ from fivefold.optim._layout import (
     require_codec_for,
     require_equal_settings,
     require_same_names,
+    require_same_shares,
     require_usable,
     rule_for,
     state_extras,
@@ -561,6 +562,7 @@ class OuterSync:
         for key, tensors in (("set of averaged tensors", anchors), ("set of fixed tensors", fixed)):
             mine[key] = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
         require_equal_settings(self._transport, mine)
+        require_same_shares(self._transport, model)
         self._transport.broadcast([*anchors, *fixed])
         for fragment in self._all_fragments():
             fragment.begin()

@@ -73,6 +73,20 @@ class StartedRun(Record):
     machine: Machine = Machine()
 
 
+class DataAccount(Record):
+    """What became of the bytes of a run's data; ``said`` names what was left out and why."""
+
+    read_bytes: NonNegativeInt
+    disk_bytes: NonNegativeInt
+    lost_in_tokens_bytes: NonNegativeInt = 0
+    said: str = ""
+
+    @property
+    def missed_share(self) -> float:
+        """Return the share of the bytes on disk that is in no token, 0 to 1."""
+        return 1 - (self.read_bytes - self.lost_in_tokens_bytes) / max(self.disk_bytes, 1)
+
+
 class Manifest(StartedRun):
     """Manifest of a training run: method, hosts and lab beside the common part."""
 
@@ -80,6 +94,7 @@ class Manifest(StartedRun):
     hosts: PositiveInt | None = None
     lab: Lab | None = None
     planned_settings_kept: bool | None = None
+    data: DataAccount | None = None
 
 
 class LoggedPoint(Record):

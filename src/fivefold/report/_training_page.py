@@ -189,6 +189,7 @@ def _setting(report: Report) -> list[str]:
     lines = [f"emulated cluster: {'; '.join(sorted(labs))}"]
     if machines:
         lines.append(f"machine: {'; '.join(sorted(machines))}")
+    lines += sorted({f"data: {run.manifest.data.said}" for run in report.runs if run.manifest.data})
     return lines + [f"note: {text}" for text in run_notes(report.summaries)]
 
 
@@ -225,9 +226,15 @@ def _sections(report: Report) -> list[PageSection]:
         _configuration(runs),
         PageSection(
             key="machine",
-            heading="Machine, emulated cluster, versions",
+            heading="Machine, emulated cluster, data, versions",
             parts=(
-                fact_table(runs, [("emulated cluster", lambda run: format_lab(run.manifest.lab))]),
+                fact_table(
+                    runs,
+                    [
+                        ("emulated cluster", lambda run: format_lab(run.manifest.lab)),
+                        ("data", lambda run: run.manifest.data.said if run.manifest.data else ""),
+                    ],
+                ),
             ),
         ),
         _origins(runs),

@@ -38,6 +38,9 @@ class RunSummary(BaseModel):
     wall_s: float = 0.0
     tokens_per_s: float | None = None  # of training: without validation and checkpoints
     fraction_of_compute_only: float | None = None  # of the rate without communication
+    # That fraction where other work disturbed one of the two runs, so that it says nothing.
+    disturbed_fraction: float | None = None
+    waited_for_cpu: float | None = None  # share of the time, ready and without a processor
     ddp: str | None = None  # name of the DDP run that this one is compared with
     speed_ratio_to_ddp: float | None = None
     seconds: dict[str, float] | None = None  # rank 0's wall time by category
@@ -150,6 +153,7 @@ def _summarise_one(run: Run) -> RunSummary:
         overlap_fraction = communication.overlap_fraction
     training_s = wall_s - sum((seconds or {}).get(name, 0.0) for name in _NOT_TRAINING)
     link = rank0.link_bytes if result is None or result.link_bytes is None else result.link_bytes
+    process = (result.process if result is not None else None) or {}
 
     def per_step(of: Record | None, name: str) -> float | None:
         size_bytes = None if of is None else getattr(of, name)
@@ -170,6 +174,7 @@ def _summarise_one(run: Run) -> RunSummary:
         tokens_per_s=tokens / training_s if tokens and training_s > 0 else None,
         seconds=seconds,
         waits=_waits(result, rank0),
+        waited_for_cpu=process.get("waited_for_cpu"),
         in_flight_s=in_flight_s if communicated else None,
         exposed_wait_s=exposed_s if communicated else None,
         overlap_fraction=overlap_fraction if in_flight_s else None,
@@ -238,7 +243,10 @@ def _compare(run: Run, summary: RunSummary, pairs: Sequence[_Pair]) -> RunSummar
         found["bits_per_byte_at_equal_time"] = value_at_time(validation_curve(run), min(ended_s))
     silent = _nearest(run, [pair for pair in pairs if pair[1].method == "none"])
     if silent is not None:
-        found["fraction_of_compute_only"] = _ratio(summary.tokens_per_s, silent[1].tokens_per_s)
+        share = _ratio(summary.tokens_per_s, silent[1].tokens_per_s)
+        odd = share is not None and share > 1 + _FASTER_BY_CHANCE
+        disturbed = odd or _differently_busy(summary, silent[1])
+        found["disturbed_fraction" if disturbed else "fraction_of_compute_only"] = share
     plain = _nearest(run, [pair for pair in pairs if pair[1].is_plain_ddp])
     if plain is not None:
         found["ddp"] = plain[1].name
@@ -253,6 +261,13 @@ def _compare(run: Run, summary: RunSummary, pairs: Sequence[_Pair]) -> RunSummar
                 reached_s = math.inf
             found["time_to_ddp_s"] = reached_s
     return summary.model_copy(update=found)
+
+
+def _differently_busy(run: RunSummary, other: RunSummary) -> bool:
+    """Return whether other work took much more of one run's time than of the other's."""
+    if run.waited_for_cpu is None or other.waited_for_cpu is None:
+        return False
+    return abs(run.waited_for_cpu - other.waited_for_cpu) > _BUSIER
 
 
 def _nearest(run: Run, among: Sequence[_Pair]) -> _Pair | None:
@@ -273,6 +288,9 @@ def _ratio(mine: float | None, reference: float | None) -> float | None:
 
 _BASELINES = ("none", "ddp")
 _SAME = 0.02
+_FASTER_BY_CHANCE = 0.05  # nothing is faster for communicating
+_BUSIER = 0.15
+_MUCH_MISSED = 0.01  # of the bytes of data.path
 _KEYS_THAT_MUST_AGREE = ("world_size", "num_parameters", "lab", "machine", "torch")
 
 
@@ -305,6 +323,12 @@ def caveats(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[str]:
     unfinished = [run.label for run in summaries if run.status != "finished"]
     if unfinished:
         found.append(f"Not finished: {', '.join(unfinished)}. Figures are of what there is so far.")
+    found += _disturbances(summaries)
+    for run in runs:
+        data = run.manifest.data
+        if data is not None and data.missed_share > _MUCH_MISSED:
+            share = format_percent(data.missed_share)
+            found.append(f"{run.label} did not read {share} of its data: {data.said}.")
     differing = [key for key in _KEYS_THAT_MUST_AGREE if _differs(runs, key)]
     if differing:
         names = ", ".join(key.replace("_", " ") for key in differing)
@@ -313,6 +337,38 @@ def caveats(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[str]:
     if len(tokens) > 1:
         found.append("The runs did not train on the same number of tokens.")
     return found
+
+
+def _disturbances(summaries: Sequence[RunSummary]) -> list[str]:
+    """Say which ratios are of runs that other work slowed down unequally."""
+    found = []
+    for run in summaries:
+        if run.disturbed_fraction is not None:
+            found.append(
+                f"Disturbed: {run.label} came to {format_percent(run.disturbed_fraction)} of the "
+                f"speed without communication{_busy([run, *_named(summaries, 'none')])}. Other "
+                "work on the machine slowed one of the two runs: repeat them on an idle one."
+            )
+        ddp = next((other for other in summaries if other.name == run.ddp), None)
+        if run.speed_ratio_to_ddp is not None and ddp is not None and _differently_busy(run, ddp):
+            found.append(
+                f"Disturbed: other work slowed {run.label} and {ddp.label} unequally"
+                f"{_busy([run, ddp])}; their ratio says little."
+            )
+    return found
+
+
+def _named(summaries: Sequence[RunSummary], method: str) -> list[RunSummary]:
+    return [run for run in summaries if run.method == method][:1]
+
+
+def _busy(runs: Sequence[RunSummary]) -> str:
+    told = [
+        f"{run.label} {format_percent(run.waited_for_cpu)}"
+        for run in runs
+        if run.waited_for_cpu is not None
+    ]
+    return f" (ready and without a processor: {', '.join(told)} of the time)" if told else ""
 
 
 def _differs(runs: Sequence[Run], key: str) -> bool:
@@ -349,6 +405,8 @@ def _rates(subject: RunSummary, ddp: RunSummary) -> str:
     rates = (
         f"{format_count(subject.tokens_per_s)} against {format_count(ddp.tokens_per_s)} tokens/s"
     )
+    if subject.disturbed_fraction is not None:
+        return f"{rates} (the speed without communication was disturbed)"
     if subject.fraction_of_compute_only is None:
         return rates
     share = format_percent(subject.fraction_of_compute_only)

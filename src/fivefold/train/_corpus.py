@@ -3,17 +3,14 @@
 A tokenizer (bytes by default, any ``tokenizers`` file by option) has one token that no text
 contains, the document end, which ends each file, so that a model can tell where one ends. Files are
 read in the order of their names. A file belongs to validation if a hash of its name falls below the
-wanted share, so adding files moves no other file across the split. Tokens are built once, in pieces
-of bounded size, and cached; ``_token_cache.py`` makes the cache survive crashes and concurrent
-builders.
+wanted share, so adding files moves no other file across the split; the last part of a file that is
+alone. Tokens are built once, in pieces of bounded size, decoded again and compared with the text,
+and cached; ``_token_cache.py`` makes the cache survive crashes and concurrent builders.
 """
 
 from __future__ import annotations
 
-import codecs
 import hashlib
-import os
-import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +21,17 @@ import numpy as np
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.files import parse_json, read_bytes
 from fivefold.runs import ProgressBar
+from fivefold.train._text_files import (
+    Account,
+    Entry,
+    SourceFile,
+    cut_in_two,
+    find_files,
+    read_pieces,
+    require_most_read,
+    resolve_source,
+    why_not_text,
+)
 from fivefold.train._token_cache import TokenWriter, cache_folder, open_or_build
 from fivefold.train.config import DataConfig
 
@@ -57,6 +65,10 @@ class Tokenizer(Protocol):
         """Return the text of tokens; the document end gives nothing."""
         ...
 
+    def lost_bytes(self, text: bytes, tokens: np.ndarray) -> int:
+        """Return how many bytes of a text do not come back from its tokens."""
+        ...
+
 
 class ByteTokenizer:
     """Each byte of UTF-8 is a token; 256 is the document end."""
@@ -73,18 +85,29 @@ class ByteTokenizer:
         """Return the text of tokens; bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return bytes(token for token in tokens if token < _NUM_BYTES).decode(errors="replace")
 
+    def lost_bytes(self, text: bytes, tokens: np.ndarray) -> int:
+        """Return 0: the tokens are the bytes."""
+        assert len(text) == len(tokens), "a byte is a token"
+        return 0
+
 
 class HuggingFaceTokenizer:
     """A ``tokenizer.json`` of the ``tokenizers`` library.
 
     The document end is the file's own end token where it has one of the usual names, else a new
-    token after the last.
+    token after the last. What a file was saved with for batches of a model (truncation, padding)
+    or for chance (dropout of merges) is switched off: a corpus is the whole text.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         content = _read_json(self.path)
         self._inner = _load_inner(self.path, content)
+        whole = self._inner.truncation is None and self._inner.padding is None
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        if getattr(self._inner.model, "dropout", None):
+            self._inner.model.dropout, whole = None, False
         size = self._inner.get_vocab_size(with_added_tokens=True)
         # Numbers may have gaps, so the largest one counts, not how many there are.
         largest = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -94,7 +117,8 @@ class HuggingFaceTokenizer:
         self.document_end: int = first_free if end is None else end
         self.vocab_size: int = first_free + (end is None)
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        self.fingerprint = f"tokenizers-1-{digest}"
+        # 2: tokens from before cut texts or padded them.
+        self.fingerprint = f"tokenizers-{1 if whole else 2}-{digest}"
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Return the tokens of a text, without special tokens."""
@@ -107,6 +131,22 @@ class HuggingFaceTokenizer:
         kept = [int(token) for token in tokens if token != self.document_end]
         text: str = self._inner.decode(kept, skip_special_tokens=True)
         return text
+
+    def lost_bytes(self, text: bytes, tokens: np.ndarray) -> int:
+        """Return how many bytes of a text do not come back from its tokens, in whatever order.
+
+        Few where the file lowers or normalises letters, or its decoder knows no line ends; most
+        where texts are cut or their words unknown.
+        """
+        decoded: str = self._inner.decode(tokens.tolist(), skip_special_tokens=False)
+        back = decoded.encode(errors="replace")
+        if back == text:
+            return 0
+        told, came = (
+            np.bincount(np.frombuffer(part, dtype=np.uint8), minlength=_NUM_BYTES)
+            for part in (text, back)
+        )
+        return int(np.clip(told - came, 0, None).sum())
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -155,16 +195,14 @@ def _load_inner(path: Path, content: bytes) -> Any:
         ) from error
 
 
-_FORMAT = "corpus-1"
+_FORMAT = "corpus-2"
 _SPLITS = ("train", "validation")
 _PROGRESS_AFTER_BYTES = 4 << 20
-_PIECE_BYTES = 1 << 20
-_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens of a folder of text, split by file."""
+    """Tokens of a folder of text, split by file, and what became of its bytes."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -173,6 +211,7 @@ class Corpus:
     num_files: int
     num_skipped: int
     fingerprint: str
+    account: dict[str, Any]
 
 
 def load_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
@@ -206,7 +245,7 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
         (20, 4020)
     """
     root = resolve_source(data.path)
-    files = find_files(root, library=data.path == "stdlib")
+    files, others = find_files(root, library=data.path == "stdlib")
     if not files:
         raise DataError(
             f"data folder {root} has no files to read",
@@ -215,9 +254,11 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     arrays, facts = open_or_build(
         cache_folder(data.cache),
-        _cache_key(root, files, tokenizer, data.validation_fraction),
+        _cache_key(root, files, others, tokenizer, data.validation_fraction),
         dtype=dtype,
-        build=lambda writer: _build(writer, root, files, tokenizer, data.validation_fraction),
+        build=lambda writer: _build(
+            writer, files, Account(root, files, others), tokenizer, data.validation_fraction
+        ),
     )
     for split in _SPLITS:
         _require_length(split, len(arrays[split]), data)
@@ -226,37 +267,55 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
 
 def _build(
     writer: TokenWriter,
-    root: Path,
     files: list[SourceFile],
+    account: Account,
     tokenizer: Tokenizer,
     validation_fraction: float,
 ) -> dict[str, Any]:
     """Write both splits; returns the corpus' facts."""
-    texts = [file for file in _with_progress(files) if is_text(file.path)]
-    if not texts:
-        raise DataError(
-            f"none of the {len(files)} files in {root} is text (UTF-8 without NUL characters)",
-            hint="set data.path to a folder of text; convert other encodings to UTF-8",
-        )
-    held_out = _held_out([file.name for file in texts], validation_fraction)
+    texts = []
+    for file in _with_progress(files):
+        if (reason := why_not_text(file)) is None:
+            texts.append(file)
+        else:
+            account.leave_out(file, *reason)
+    record = account.record()
+    require_most_read(record)
     size_bytes = dict.fromkeys(_SPLITS, 0)
     digest = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
     document_end = np.array([tokenizer.document_end])
-    for file in _with_progress(texts):
-        split = "validation" if file.name in held_out else "train"
+    for file, split, start, stop in _parts(texts, validation_fraction):
         digest.update(f"\0{split}\0".encode())
-        for piece in read_pieces(file.path):
-            writer.append(split, tokenizer.encode(piece))
+        for piece in read_pieces(file.path, start, stop):
+            tokens = tokenizer.encode(piece)
+            record["lost_in_tokens_bytes"] += tokenizer.lost_bytes(piece, tokens)
+            writer.append(split, tokens)
             digest.update(piece)
             size_bytes[split] += len(piece)
         writer.append(split, document_end)
+    require_most_read(record)
     return {
         "train_bytes": size_bytes["train"],
         "validation_bytes": size_bytes["validation"],
         "num_files": len(texts),
         "num_skipped": len(files) - len(texts),
         "fingerprint": digest.hexdigest(),
+        "account": record,
     }
+
+
+def _parts(
+    texts: list[SourceFile], fraction: float
+) -> Iterator[tuple[SourceFile, str, int, int | None]]:
+    """Yield files with their split, and from which byte to which."""
+    if len(texts) < len(_SPLITS):
+        cut = cut_in_two(texts[0], fraction)
+        yield texts[0], "train", 0, cut
+        yield texts[0], "validation", cut, None
+        return
+    held_out = _held_out([file.name for file in texts], fraction)
+    for file in _with_progress(texts):
+        yield file, "validation" if file.name in held_out else "train", 0, None
 
 
 def _held_out(names: list[str], fraction: float) -> set[str]:
@@ -265,11 +324,6 @@ def _held_out(names: list[str], fraction: float) -> set[str]:
     With few files the hash may leave a split empty; then it gets the one file whose hash is
     nearest, so that any folder with two files can be trained on.
     """
-    if len(names) < len(_SPLITS):
-        raise DataError(
-            f"{names[0]} is the only text file, so it cannot be split by file",
-            hint="cut it into several files, for example with the split command",
-        )
     ranked = sorted(names, key=_place)
     count = sum(_place(name) < fraction for name in names)
     return set(ranked[: min(max(count, 1), len(names) - 1)])
@@ -281,11 +335,16 @@ def _place(name: str) -> float:
 
 
 def _cache_key(
-    root: Path, files: list[SourceFile], tokenizer: Tokenizer, validation_fraction: float
+    root: Path,
+    files: list[SourceFile],
+    others: list[Entry],
+    tokenizer: Tokenizer,
+    validation_fraction: float,
 ) -> str:
     digest = hashlib.blake2b(digest_size=16)
     parts = [_FORMAT, str(root.resolve()), tokenizer.fingerprint, repr(validation_fraction)]
     parts += [f"{file.name}\0{file.size_bytes}\0{file.modified_ns}" for file in files]
+    parts += [f"{entry.name}\0{entry.why}" for entry in others if entry.missed]
     for part in parts:
         digest.update(part.encode(errors="surrogateescape") + b"\n\0")
     return digest.hexdigest()
@@ -313,105 +372,3 @@ def _with_progress(files: list[SourceFile]) -> Iterable[SourceFile]:
             yield file
             done += file.size_bytes
             progress("reading text", done, total)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """A file below the source folder."""
-
-    path: Path
-    name: str
-    size_bytes: int
-    modified_ns: int
-
-
-def resolve_source(spec: str) -> Path:
-    """Return the folder of a configuration's ``data.path``."""
-    root = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser()
-    hint = 'set data.path to a folder of text files, or to "stdlib" for the Python library'
-    if not root.exists():
-        raise DataError(f"data folder {root} does not exist", hint=hint)
-    if not root.is_dir():
-        raise DataError(f"data.path {root} is a file, not a folder", hint=hint)
-    return root
-
-
-def find_files(root: Path, *, library: bool) -> list[SourceFile]:
-    """List all files below a folder that are not empty, sorted by name.
-
-    Hidden files and folders are left out, links to folders are not followed.
-    """
-
-    def fail(error: OSError) -> None:
-        raise DataError(
-            f"data folder {error.filename} cannot be listed: {error.strerror}",
-            hint="give read permission, or move the folder out of data.path",
-        ) from error
-
-    found = []
-    for folder, subfolders, names in os.walk(root, onerror=fail):
-        skipped = _NOT_THE_LIBRARY if library else frozenset[str]()
-        subfolders[:] = [n for n in subfolders if not n.startswith(".") and n not in skipped]
-        for name in names:
-            if not name.startswith(".") and (not library or name.endswith(".py")):
-                found += _listed(Path(folder, name), root)
-    return sorted(found, key=lambda file: file.name)
-
-
-def is_text(path: Path) -> bool:
-    """Return whether a file is UTF-8 without NUL characters; reads it in pieces."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        for piece in _raw_pieces(path):
-            if b"\0" in piece:
-                return False
-            decoder.decode(piece)
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def read_pieces(path: Path) -> Iterator[bytes]:
-    """Yield the content of a text file in pieces that end at a line's end.
-
-    A line longer than a piece (about 1 MiB) is kept whole, so that a tokenizer never sees a cut
-    character or word.
-    """
-    pending: list[bytes] = []
-    for piece in _raw_pieces(path):
-        head, newline, tail = piece.rpartition(b"\n")
-        if newline:
-            yield b"".join([*pending, head, newline])
-            pending = []
-        pending.append(tail)
-    if rest := b"".join(pending):
-        yield rest
-
-
-def _raw_pieces(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                yield piece
-    except OSError as error:
-        raise DataError(
-            f"file {path} cannot be read: {error.strerror}",
-            hint="give read permission, or move the file out of data.path",
-        ) from error
-
-
-def _listed(path: Path, root: Path) -> list[SourceFile]:
-    # A dangling link, a socket or an empty file is no text; none of them is an error.
-    if not path.is_file():
-        return []
-    status = path.stat()
-    if status.st_size == 0:
-        return []
-    # Names that are not UTF-8 are allowed on disk; surrogates would break hashing them.
-    name = (
-        path.relative_to(root).as_posix().encode(errors="surrogateescape").decode(errors="replace")
-    )
-    return [
-        SourceFile(path=path, name=name, size_bytes=status.st_size, modified_ns=status.st_mtime_ns)
-    ]

@@ -45,7 +45,7 @@ from fivefold.runs.launch import launch_ranks
 from fivefold.runs.loggers import Loggers, require_loggers
 from fivefold.runs.machine import LinkMeter, ProcessMeter
 from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
-from fivefold.train._corpus import Corpus, Tokenizer, load_corpus, load_tokenizer, resolve_source
+from fivefold.train._corpus import Corpus, Tokenizer, load_corpus, load_tokenizer
 from fivefold.train._ddp import DataParallelMethod, ScheduledDataParallelMethod
 from fivefold.train._expert_ranks import ExpertRanks, share_experts
 from fivefold.train._methods import Method, RunResult, method_label, run_manifest
@@ -67,6 +67,7 @@ from fivefold.train._step import (
     choose_precision,
     evaluate,
 )
+from fivefold.train._text_files import reading_of, resolve_source, warning_of
 from fivefold.train.config import (
     MUON_KEYS,
     DataConfig,
@@ -117,6 +118,14 @@ def load_equal_data(config: DataConfig, ranks: Ranks) -> tuple[Tokenizer, Corpus
     return loaded[0]
 
 
+def _tell_of_data(corpus: Corpus) -> None:
+    """Say at the start what of the folder is read, and warn where a part of it is not."""
+    if (warning := warning_of(corpus.account)) is not None:
+        _LOG.warning("%s", warning)
+    else:
+        reading_of(corpus.account).log()
+
+
 def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Make the configured optimizer.
 
@@ -157,8 +166,10 @@ def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any
         for key in ("optimizer", *MUON_KEYS):
             del sections["optim"][key]
     moe = sections["model"]["moe"]
-    if moe is not None and moe["group_score"] == "max":
-        del moe["group_score"]  # as in checkpoints from before there was a choice
+    if config.model.moe is not None:
+        moe["balance_loss"] = config.model.moe.balance_coefficient
+        if moe["group_score"] == "max":
+            del moe["group_score"]  # as in checkpoints from before there was a choice
     sections["run"] = {"seed": config.run.seed, "steps": config.run.steps}
     sections["data"] = {
         "tokenizer": config.data.tokenizer,
@@ -255,6 +266,8 @@ def train(config: TrainConfig) -> RunResult:
 
         ranks.on_main(hold_folder, what="whether the run's folder is free")
         tokenizer, corpus = load_equal_data(config.data, ranks)
+        if ranks.is_main:
+            _tell_of_data(corpus)
         run = _Run(config, ranks, corpus=corpus, vocab_size=tokenizer.vocab_size, stop=stop)
         held.callback(run.close)
         result = run.execute()
@@ -371,6 +384,7 @@ class _Run:
             world_size=self.ranks.world_size,
             num_parameters=self.model.num_parameters,
             precision=self.stepper.precision,
+            data=self.corpus.account | {"said": reading_of(self.corpus.account).line()},
         )
         settings = self.config.model_dump()
         write_text(self.folder / "config.toml", format_toml(settings))
@@ -378,6 +392,9 @@ class _Run:
         resumed = None if self.resumed_from is None else self.step
         loggers = Loggers(self.config.logging, self.folder, settings=settings, resumed_step=resumed)
         writer = MetricsWriter(self.folder / "metrics.jsonl", resumed_step=resumed, loggers=loggers)
+        account = self.corpus.account
+        sizes = {name: account[name] for name in ("read_files", "read_bytes", "disk_bytes")}
+        writer.write("data", step=self.step, wall_s=self._wall_before_s, **sizes)
         if self.resumed_from is not None:
             name = self.resumed_from.name
             writer.write("resume", step=self.step, wall_s=self._wall_before_s, checkpoint=name)

@@ -234,7 +234,12 @@ class RunResult:
 
 
 def run_manifest(
-    config: TrainConfig, *, world_size: int, num_parameters: int, precision: str
+    config: TrainConfig,
+    *,
+    world_size: int,
+    num_parameters: int,
+    precision: str,
+    data: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the content of a run's manifest.json."""
     lab = json.loads(os.environ.get(_LAB_VARIABLE, "null"))
@@ -251,6 +256,7 @@ def run_manifest(
         "seed": config.run.seed,
         "num_parameters": num_parameters,
         "precision": precision,
+        "data": data,
         "lab": lab,
         "planned_settings_kept": kept,
     }

@@ -110,7 +110,7 @@ class Mixtures:
         """Return the sum over the layers of balancing and z losses of the last forward."""
         config = self.config
         losses = [
-            layer.auxiliary_loss(balance=config.balance_loss, z=config.z_loss)
+            layer.auxiliary_loss(balance=config.balance_coefficient, z=config.z_loss)
             for layer in self.layers.values()
         ]
         return torch.stack(losses).sum()

@@ -58,6 +58,7 @@ _LOG = logging.getLogger(__name__)
 
 
 _MULTIPLE = 16  # of inner widths: the vector width in float32, so products have no ragged edge
+_BALANCE_LOSS = 0.01
 _MONTH_S = 30 * 24 * 3600.0  # sockets count a wait in milliseconds of 32 bits
 
 
@@ -106,7 +107,7 @@ class DataConfig(Section):
     """Table ``[data]``: the text, how it becomes tokens and how it is split."""
 
     path: Text = "stdlib"
-    """"stdlib" or a folder of text"""
+    """"stdlib", a folder of text, or one file"""
     tokenizer: Text = "bytes"
     """"bytes" or the path of a Hugging Face tokenizer.json"""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
@@ -148,12 +149,13 @@ class MixtureConfig(Section):
     """most tokens of an expert, in units of the even load; left out, nothing is dropped"""
     drop_policy: Literal["position", "weight"] = "position"
     """who is dropped beyond the capacity"""
-    balance_loss: _Coefficient = 0.01
-    """coefficient of the load balancing loss"""
+    balance_loss: _Coefficient | None = None
+    """coefficient of the load balancing loss; left out, 0.01, or 0 where bias_rate balances"""
     z_loss: _Coefficient = 0.001
     """coefficient of the router's z loss"""
     bias_rate: _Coefficient = 0.0
-    """step of balancing by a selection bias, without a loss; 0 for none"""
+    """step of balancing by a selection bias, without a loss unless balance_loss is given; 0 for
+    none"""
     expert_parallel: Positive = 1
     """ranks that share out a layer's experts"""
     exchange: Literal["auto", "all_to_all", "one_sided"] = "auto"
@@ -194,8 +196,27 @@ class MixtureConfig(Section):
                 hint=f"use {-(-self.experts // self.expert_parallel) * self.expert_parallel} "
                 "experts, or fewer ranks per layer",
             )
+        self._check_router()
         self._check_exchange()
         return self
+
+    @property
+    def balance_coefficient(self) -> float:
+        """Return the coefficient of the balancing loss: as given, or none beside a bias."""
+        default = _BALANCE_LOSS if self.bias_rate == 0 else 0.0
+        return default if self.balance_loss is None else self.balance_loss
+
+    def _check_router(self) -> None:
+        """Refuse a router that the loss of the task could not teach (``Router.why_constant``)."""
+        one = self.top_k == 1 and (self.normalize or self.score == "topk_softmax")
+        if one or (self.experts == 1 and self.score != "sigmoid"):
+            raise ConfigurationError(
+                "the router of [model.moe] would learn nothing from the task: a token's one weight "
+                f"is always {self.scale:g}; got experts {self.experts}, top_k {self.top_k}, "
+                f'score "{self.score}", normalize {str(self.normalize).lower()}',
+                hint='with top_k = 1 set normalize = false and score = "softmax" or "sigmoid" '
+                '(with one expert "sigmoid"), or raise top_k',
+            )
 
     def _check_exchange(self) -> None:
         if self.exchange == "one_sided" and self.capacity_factor is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -112,36 +114,132 @@ class LayerGroup(Protocol):
         """Refuse a layer that the group was not made for."""
 
     def apply(
-        self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor, local: LocalExperts
+        self,
+        tokens: torch.Tensor,
+        routing: Routing,
+        ids: torch.Tensor,
+        local: LocalExperts,
+        *,
+        own: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, ExpertLoad]:
         """Return the experts' weighted sums [T, H] and the load of all ranks' tokens.
 
-        ``ids`` is ``routing.ids_TK``, or has -1 for what is dropped.
+        ``ids`` is ``routing.ids_TK``, or has -1 for what is dropped; ``own`` are the experts'
+        parameters, which a group may compare over its ranks.
         """
 
 
 class _Gate(nn.Module):
-    """Router weights, [E, H], and the bias for choosing."""
+    """Router weights, [E, H], and the bias for choosing, which no cast of the layer narrows.
+
+    Biases of a balanced router differ in their last bits only: in 16 bits they choose other experts
+    (DeepSeek-V3, section 2.1.2, keeps its own in float32).
+    """
 
     selection_bias: torch.Tensor | None
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
-        bias = torch.zeros(config.experts) if config.selection_bias else None
+        wide = _wide(torch.get_default_dtype())
+        bias = torch.zeros(config.experts, dtype=wide) if config.selection_bias else None
         self.register_buffer("selection_bias", bias)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _Gate:  # noqa: FBT001, FBT002 - torch's signature
+        before = self.selection_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
+        after = self.selection_bias
+        if before is not None and after is not None and after.dtype != _wide(after.dtype):
+            self.selection_bias = before.to(after.device, _wide(after.dtype))
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *others: Any, **more: Any
+    ) -> None:
+        name = f"{prefix}selection_bias"
+        if isinstance(bias := state_dict.get(name), torch.Tensor):
+            state_dict[name] = bias.to(_wide(bias.dtype))  # also where it is assigned, not copied
+        super()._load_from_state_dict(state_dict, prefix, *others, **more)
+
+    def bias(self) -> torch.Tensor | None:
+        """Return the bias for choosing; refuse one that something has narrowed."""
+        bias = self.selection_bias
+        if bias is not None and bias.dtype != _wide(bias.dtype):
+            raise ConfigurationError(
+                f"gate.selection_bias has become {bias.dtype}, which sends tokens to other experts",
+                hint="keep it in float32: layers cast by .to() and load_state_dict do; leave it "
+                "out of what casts buffers (buffer_dtype of a mixed-precision policy)",
+            )
+        return bias
+
+
+def _wide(kind: torch.dtype) -> torch.dtype:
+    """Return the type that a router computes in."""
+    return torch.promote_types(kind, torch.float32)
 
 
 class _Experts(nn.Module):
-    """Weights of E experts, stacked."""
+    """Weights of some of E experts, stacked; its state says which, and a whole one is cut."""
 
-    def __init__(self, experts: int, hidden: int, intermediate: int, config: MoEConfig) -> None:
+    def __init__(self, here: range, total: int, sizes: tuple[int, int], config: MoEConfig) -> None:
         super().__init__()
+        self.share = (here.start, here.stop, total)
+        self._on_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._hooked: dict[str, Callable[[], object]] = {}
+        experts, (hidden, intermediate) = len(here), sizes
         rows = activation_named(config.activation).width(intermediate)
         self.w13 = nn.Parameter(torch.empty(experts, rows, hidden))
         self.w2 = nn.Parameter(torch.empty(experts, hidden, intermediate))
         self.b13 = nn.Parameter(torch.zeros(experts, rows)) if config.bias else None
         self.b2 = nn.Parameter(torch.zeros(experts, hidden)) if config.bias else None
+
+    @property
+    def is_prepared(self) -> bool:
+        """Return whether gradients are made those of all ranks' loss."""
+        return self._on_gradient is not None
+
+    def prepare(self, on_gradient: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Pass the gradients of all parameters through a function from now on."""
+        self._on_gradient = on_gradient
+        self.follow_parameters()
+
+    def follow_parameters(self) -> None:
+        """Do so too for parameters that were assigned anew or may learn since."""
+        if self._on_gradient is None or torch.compiler.is_compiling():
+            return
+        for name, parameter in self.named_parameters():
+            known = self._hooked.get(name, lambda: None)() is parameter
+            if parameter.requires_grad and not known:
+                parameter.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # untyped in torch
+                self._hooked[name] = weakref.ref(parameter)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 - torch's signature
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.share[1] - self.share[0] < self.share[2]:
+            metadata = getattr(destination, "_metadata", {})
+            metadata.get(prefix[:-1], {})["experts"] = self.share
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *others: Any,
+    ) -> None:
+        first, stop, total = self.share
+        theirs = local_metadata.get("experts")
+        for name, _ in self.named_parameters():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor) and given.shape[:1] == (total,) != (stop - first,):
+                state_dict[prefix + name] = given[first:stop].clone()
+            elif theirs is not None and tuple(theirs) != self.share and given is not None:
+                raise ConfigurationError(
+                    f"{prefix}{name} of this state are experts {theirs[0]} to {theirs[1] - 1} of "
+                    f"{theirs[2]}; this rank has {first} to {stop - 1} of {total}",
+                    hint="load each rank's own state, or the whole one, which "
+                    "prepare_experts(model).whole_state_dict() makes",
+                )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +302,10 @@ class MoE(nn.Module):
         self.config, self.group = config, group
         self.gate = _Gate(config)
         here = range(config.experts) if group is None else group.experts_of(config.experts)
-        self.experts = _Experts(len(here), config.hidden, config.intermediate, config)
+        width = config.hidden
+        self.experts = _Experts(here, config.experts, (width, config.intermediate), config)
         shared = config.shared_intermediate
-        self.shared = _Experts(1, config.hidden, shared, config) if shared else None
+        self.shared = _Experts(range(1), 1, (width, shared), config) if shared else None
         self.shared_gate = (
             nn.Parameter(torch.empty(1, config.hidden)) if config.shared_gate else None
         )
@@ -214,6 +313,7 @@ class MoE(nn.Module):
         self.last_logits: torch.Tensor | None = None
         self.last_load: ExpertLoad | None = None
         self._decision: _Decision | None = None
+        self._told = False
         self.reset_parameters()
 
     @classmethod
@@ -243,13 +343,24 @@ class MoE(nn.Module):
         return cls(MoEConfig(**options | changes), group)
 
     def reset_parameters(self) -> None:
-        """Draw weights uniformly within 1 / sqrt(inputs), as ``nn.Linear``; biases are zero."""
+        """Draw weights uniformly within 1 / sqrt(inputs), as ``nn.Linear``; biases are zero.
+
+        A rank draws all experts one by one and keeps its own: from the same seed ranks have the
+        experts of one process, and not each the same ones.
+        """
         with torch.no_grad():
             for name, parameter in self.named_parameters():
+                bound = 1.0 / math.sqrt(parameter.shape[-1])
                 if name.endswith(("b13", "b2")):
                     parameter.zero_()
+                elif name.startswith("experts.") and self.rank_share is not None:
+                    first, stop, total = self.experts.share
+                    one = torch.empty_like(parameter[0])
+                    for expert in range(total):
+                        one.uniform_(-bound, bound)
+                        if first <= expert < stop:
+                            parameter[expert - first] = one
                 else:
-                    bound = 1.0 / math.sqrt(parameter.shape[-1])
                     parameter.uniform_(-bound, bound)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +384,8 @@ class MoE(nn.Module):
             )
         tokens = x.reshape(-1, config.hidden)
         logits = self._logits(tokens)
-        routing = route(logits, config.router, selection_bias=self.gate.selection_bias)
+        routing = route(logits, config.router, selection_bias=self.gate.bias())
+        self._tell_of_idle_router()
         self._decision = _Decision(routing=routing, logits=logits)
         self.last_routing, self.last_logits = routing.detached(), logits.detach()
         ids = self._within_capacity(routing)
@@ -284,7 +396,9 @@ class MoE(nn.Module):
             kept = counts_of(ids, config.experts)
             self.last_load = ExpertLoad(routed=routing.load_E, kept=kept)
         else:
-            output, self.last_load = self.group.apply(tokens, routing, ids, local)
+            self.experts.follow_parameters()
+            own = dict(self.experts.named_parameters())
+            output, self.last_load = self.group.apply(tokens, routing, ids, local, own=own)
         if self.shared is not None:
             every = torch.zeros(len(tokens), 1, dtype=torch.int64, device=x.device)
             weights = self._shared_weights(tokens)
@@ -299,11 +413,25 @@ class MoE(nn.Module):
         return torch.sigmoid(nn.functional.linear(tokens, as_autocast(self.shared_gate)[0]))
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Not in autocast's 16 bits: a rounded logit sends a token to another expert (selective
-        # precision, arXiv 2101.03961, section 2.4).
+        # Not in 16 bits, whoever asks for them (autocast, a cast layer, sharded parameters): a
+        # rounded logit sends a token to another expert (selective precision, arXiv 2101.03961,
+        # section 2.4).
         with as_given(tokens):
-            wide = torch.promote_types(tokens.dtype, self.gate.weight.dtype)
+            wide = _wide(torch.promote_types(tokens.dtype, self.gate.weight.dtype))
             return nn.functional.linear(tokens.to(wide), self.gate.weight.to(wide))
+
+    def _tell_of_idle_router(self) -> None:
+        """Warn once, where training begins, of a router that no loss of the task reaches."""
+        if torch.compiler.is_compiling():  # asked first: a graph must not hang on what was told
+            return
+        if self._told or not (self.training and torch.is_grad_enabled()):
+            return
+        self._told = True
+        reason = self.config.router.why_constant(self.config.experts)
+        if reason is not None and self.gate.weight.requires_grad:
+            warnings.warn(
+                f"gate.weight gets no gradient of the task's loss: {reason}", stacklevel=3
+            )
 
     def _within_capacity(self, routing: Routing) -> torch.Tensor:
         """Return expert ids with -1 for the dropped; a rank's tokens compete among themselves."""
@@ -352,14 +480,34 @@ class MoE(nn.Module):
             A scalar with gradients to the router; 0 with a graph where there were no tokens.
 
         Raises:
-            ConfigurationError: This layer had no forward yet; a copy has none of its own.
+            ConfigurationError: This layer had no forward yet (a copy has none of its own), or in
+                training a forward without a graph, so that the loss would reach no router.
         """
         if self._decision is None:
             message = "there is no routing yet"
             raise ConfigurationError(message, hint="call the layer before its losses")
+        learns = self.training and torch.is_grad_enabled() and self.gate.weight.requires_grad
+        if learns and not self._decision.logits.requires_grad:
+            message = "the last forward of this layer kept no graph: its losses reach no router"
+            raise ConfigurationError(
+                message,
+                hint="run the layer with gradients before its losses: not under torch.no_grad, "
+                "and under torch.utils.checkpoint with use_reentrant=False; to measure only, call "
+                "eval() first or read the losses under torch.no_grad",
+            )
         load = None if self.last_load is None else self.last_load.routed
         loss = balance * load_balancing_loss(self._decision.routing, load=load)
         return loss + z * router_z_loss(self._decision.logits) if z else loss
+
+    @property
+    def rank_share(self) -> str | None:
+        """Return which experts are this rank's own; None where all are here.
+
+        Engines that bring ranks together ask modules for it: ranks with other answers must not be
+        made equal.
+        """
+        first, stop, total = self.experts.share
+        return None if stop - first == total else f"experts {first} to {stop - 1} of {total}"
 
     @property
     def expert_parameters(self) -> list[str]:

@@ -14,7 +14,7 @@ ranks of this process, L experts of a rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -377,7 +377,13 @@ class OneSidedGroup:
         check_layer(self.config, config)
 
     def apply(
-        self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor, local: LocalExperts
+        self,
+        tokens: torch.Tensor,
+        routing: Routing,
+        ids: torch.Tensor,
+        local: LocalExperts,
+        *,
+        own: Mapping[str, torch.Tensor],  # noqa: ARG002 - peers compare nothing one-sided
     ) -> tuple[torch.Tensor, ExpertLoad]:
         """Compute a layer's experts, and the load: of all ranks where known, else of this one.
 

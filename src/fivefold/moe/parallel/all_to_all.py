@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -30,6 +30,7 @@ from torch.autograd import Function
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
 from fivefold.moe.operator.layer import ExpertLoad, LocalExperts, MoEConfig
+from fivefold.moe.parallel._owned import columns_alike, refuse_replicating, require_own, sample_of
 from fivefold.moe.routing.router import Routing, counts_of
 
 Guard = Callable[[str], AbstractContextManager[None]]
@@ -65,6 +66,8 @@ class AllToAllGroup:
 
     Args:
         group: The process group; None for all ranks. Its timeout bounds every wait.
+        check_experts: Refuse ranks whose experts become the same bits: something that knows nothing
+            of expert groups took them for replicas. False where they are equal on purpose.
         guard: Context around each collective call, given its name; turns a backend's error into one
             that says where it happened. None for a ``CommunicationError`` that names rank and call.
 
@@ -81,7 +84,11 @@ class AllToAllGroup:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, guard: Guard | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        check_experts: bool = True,
+        guard: Guard | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             message = "an expert group needs a process group"
@@ -93,6 +100,8 @@ class AllToAllGroup:
                 f"rank {dist.get_rank()} is not in this expert group",
                 hint="give each rank the group that it belongs to",
             )
+        self._members = dist.get_process_group_ranks(self._group)
+        self._check_experts = check_experts and self.size > 1
         self._guard = guard or self._default_guard
         self._calls: list[AllToAllCall] = []
         self._agreed: set[tuple[int, ...]] = set()
@@ -121,14 +130,23 @@ class AllToAllGroup:
         self.experts_of(config.experts)
 
     def apply(
-        self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor, local: LocalExperts
+        self,
+        tokens: torch.Tensor,
+        routing: Routing,
+        ids: torch.Tensor,
+        local: LocalExperts,
+        *,
+        own: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, ExpertLoad]:
         """Send tokens to their experts' ranks and add up what comes back; a collective call.
 
         What ``MoE`` calls. The backward pass is a collective call as well: it must run on all ranks
         of the group, or on none. ``local`` gets tokens [R, H], expert numbers [R, K] counted from
-        this rank's first (-1 for others') and weights [R, K].
+        this rank's first (-1 for others') and weights [R, K]. ``own`` are this rank's parameters:
+        the same bits on two ranks are refused.
         """
+        if self._check_experts:
+            refuse_replicating(own, self._members)
         num_experts = routing.scores_TE.shape[1]
         self._check_alike(tokens, ids, num_experts)
         share = len(self.experts_of(num_experts))
@@ -136,9 +154,12 @@ class AllToAllGroup:
         ranks = torch.arange(self.size, device=ids.device)
         wanted = (owner.unsqueeze(0) == ranks.view(-1, 1, 1)).any(dim=-1)  # [P, T]
         to_rank, rows = wanted.nonzero(as_tuple=True)
-        # Rows per rank first, then the loads: one message brings both.
+        # Rows per rank first, then the loads, then a sample of the experts: one message brings all.
         counts = [wanted.sum(dim=1), routing.load_E, counts_of(ids, num_experts)]
-        told = self.gather(torch.cat(counts), name="row counts")
+        sample = sample_of(own) if self._check_experts else counts[0].new_empty(0)
+        told = self.gather(torch.cat([*counts, sample]), name="row counts")
+        if alike := columns_alike(told[:, self.size + 2 * num_experts :]):
+            self._require_own(own, alike)
         mine = ids[rows] - (to_rank * share).unsqueeze(1)
         plan = _Plan(
             tokens=rows,
@@ -151,8 +172,12 @@ class AllToAllGroup:
         came, weights, numbers = _Dispatch.apply(tokens, routing.weights_TK, plan, self)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
         partial = local(came, numbers, weights)
         output: torch.Tensor = _Combine.apply(partial, plan, self)  # type: ignore[no-untyped-call]  # as above
-        loads = told[:, self.size :].sum(dim=0)
+        loads = told[:, self.size : self.size + 2 * num_experts].sum(dim=0)
         return output, ExpertLoad(routed=loads[:num_experts], kept=loads[num_experts:])
+
+    def _require_own(self, own: Mapping[str, torch.Tensor], alike: list[int]) -> None:
+        name = "checksums of experts"
+        require_own(own, alike, gather=lambda numbers: self.gather(numbers, name=name))
 
     def take_calls(self) -> list[AllToAllCall]:
         """Return the collective calls since this was called last."""

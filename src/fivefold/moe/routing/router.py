@@ -127,6 +127,7 @@ Score = Literal["softmax", "topk_softmax", "sigmoid", "topk_sigmoid", "sqrtsoftp
 GroupScore = Literal["max", "top2_sum"]
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _SMALL = 1e-20  # keeps a token whose scores all underflowed from dividing by zero
+_LEAST_EPSILON = 1e-4  # one weight, normalised by itself and this, follows its score
 
 
 def is_plain(x: torch.Tensor) -> bool:
@@ -196,7 +197,7 @@ class Router:
         require_one_of(self.score, get_args(Score), f"score is {self.score!r}")
         score, allowed = self.group_score, get_args(GroupScore)
         require_one_of(score, allowed, f"group_score is {score!r}")
-        require_number("scale", self.scale)
+        require_number("scale", self.scale, positive=True, hint="at 0 no expert would learn")
         require_number("epsilon", self.epsilon)
         if not 1 <= self.top_groups <= self.groups:
             raise ConfigurationError(
@@ -226,6 +227,28 @@ class Router:
                 f"{num_experts} experts in {self.groups} groups",
                 hint='use "max", or fewer groups',
             )
+
+    def why_constant(self, num_experts: int) -> str | None:
+        """Return why all weights are the same number, so that they teach no router; else None.
+
+        Args:
+            num_experts: Experts of the layer, E.
+
+        Examples:
+            >>> Router(top_k=1, score="sigmoid", normalize=False).why_constant(8) is None
+            True
+            >>> Router(top_k=1).why_constant(8)
+            "top_k is 1 and normalize is set: each token's one weight is the same; ..."
+        """
+        if num_experts == 1 and self.score == "softmax":
+            return 'a softmax over one expert is always 1; use score="sigmoid", or more experts'
+        alone = self.top_k == 1 and "each token's one weight is the same"
+        advice = 'use normalize=False with score="softmax" or "sigmoid", or a larger top_k'
+        if alone and self.score == "topk_softmax":
+            return f'top_k is 1 and score "topk_softmax": {alone}; {advice}'
+        if alone and self.normalize and self.epsilon < _LEAST_EPSILON:
+            return f"top_k is 1 and normalize is set: {alone}; {advice}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
