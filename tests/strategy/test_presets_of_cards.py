@@ -2,12 +2,18 @@
 
 import json
 import logging
+import re
+import tomllib
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
+from fivefold.errors import ConfigurationError
 from fivefold.strategy import load_cluster, named_clusters
+from fivefold.strategy.cluster import named_cluster_of
 
 JOB = """model = "llama3-8b"
 gpus = 8
@@ -63,3 +69,38 @@ def test_a_plan_names_device_stack_release_and_date(tmp_path):
     }  # fmt: skip
     text = " ".join(CliRunner().invoke(app, words).stdout.split())
     assert "h100-nemo: H100 with 80 GiB; nemo-25.04 (25.04, 2025-05)" in text
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [  # as torch.cuda.get_device_name() says it
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-torchtitan"),
+        ("NVIDIA H200", "h200-nemo"),
+        ("NVIDIA B200", "b200-nemo"),
+        ("NVIDIA GB200", "gb200-nemo"),
+        ("NVIDIA GB300", "gb300-bridge"),
+        ("A100-SXM4-80GB", "a100-fsdp"),  # older drivers
+        ("Tesla V100-SXM2-16GB", "v100-dlperf"),
+    ],
+)
+def test_a_measured_card_starts_from_its_own_constants(card, name):
+    assert named_cluster_of(card) == name
+    size = re.search(r"(\d+)GB", card)
+    if size:
+        memory = load_cluster(name).device.memory_bytes
+        assert memory == pytest.approx(int(size[1]) * 2**30, rel=0.08)
+
+
+@pytest.mark.parametrize("card", ["NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA L40S", "H10"])
+def test_another_card_is_asked_about(card):
+    with pytest.raises(ConfigurationError, match=f"constants of '{card}' are not known.*--base"):
+        named_cluster_of(card)
+
+
+def test_every_gpu_that_is_shipped_is_known_by_its_card_once():
+    folder = files("fivefold.strategy") / "devices"
+    tables = {path.stem: tomllib.loads(path.read_text()) for path in Path(str(folder)).iterdir()}
+    cards = [card for table in tables.values() for card in table.get("cards", ())]
+    assert len({card.lower().removeprefix("nvidia ") for card in cards}) == len(cards)
+    families = {name.partition("-")[0] for name, table in tables.items() if "cards" in table}
+    assert families == {name.partition("-")[0] for name in tables} - {"cpu"}

@@ -37,9 +37,9 @@ with later():
     from fivefold.report.page import DataTable
     from fivefold.runs import format_toml, rank_process, write_text
     from fivefold.runs.ranks import Ranks, close_ranks, open_ranks
-    from fivefold.strategy import Cluster, ParallelPlan, load_cluster, named_clusters
+    from fivefold.strategy import Cluster, ParallelPlan, load_cluster
     from fivefold.strategy.calibrate import calibrated_device, calibrated_fabric
-    from fivefold.strategy.cluster import DeviceSpec, reached_tiers
+    from fivefold.strategy.cluster import DeviceSpec, named_cluster_of, reached_tiers
     from fivefold.train.config import TrainConfig, load_config
     from fivefold.train.profile import (
         DeviceRates,
@@ -215,11 +215,6 @@ def _memory_bytes(profile: Profile) -> float:
     return float(whole // sharing)
 
 
-# A part of the device's name, and the known stack that is nearest to the trainer's.
-_BASES = {
-    "H200": "h200-nemo", "H100": "h100-80gb-torchtitan", "H800": "h800-deepseek",
-    "A100": "a100-fsdp", "GB200": "gb200-nemo", "MI300X": "mi300x-primus", "V100": "v100-megatron",
-}  # fmt: skip
 _SHOWN_PAIRS = 56  # all pairs of eight ranks
 
 
@@ -299,15 +294,7 @@ def profile_command(  # noqa: PLR0913 - each option is a parameter
 
 def _base_of(*, on_gpu: bool) -> str:
     """Return the known device and software that are nearest to this machine's."""
-    if not on_gpu:
-        return "cpu-lab"
-    name = torch.cuda.get_device_name()
-    found = next((base for mark, base in _BASES.items() if mark in name), None)
-    if found is None:
-        message = f"the constants of {name!r} are not known"
-        hint = f"give the nearest with --base: one of {', '.join(named_clusters())}"
-        raise ConfigurationError(message, hint=hint)
-    return found
+    return named_cluster_of(torch.cuda.get_device_name()) if on_gpu else "cpu-lab"
 
 
 def _hand_on(found: MeasuredCluster, output: Path | None, *, as_json: bool) -> None:

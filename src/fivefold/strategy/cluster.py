@@ -283,12 +283,40 @@ def named_clusters() -> tuple[str, ...]:
 @functools.cache
 def _formerly() -> Mapping[str, str]:
     """Return the names that known pairs had before, and what they are called now."""
-    found = {}
-    for name in named_clusters():
-        table = tomllib.loads(_known_text(name))
-        if "formerly" in table:
-            found[table["formerly"]] = name
-    return found
+    tables = {name: tomllib.loads(_known_text(name)) for name in named_clusters()}
+    return {table["formerly"]: name for name, table in tables.items() if "formerly" in table}
+
+
+def named_cluster_of(card: str) -> str:
+    """Return the known pair whose constants a measured GPU starts from.
+
+    Args:
+        card: What the driver calls it, as ``torch.cuda.get_device_name()`` returns it.
+
+    Raises:
+        ConfigurationError: No known pair names this card (``cards`` in its file).
+
+    Examples:
+        >>> named_cluster_of("NVIDIA H200")
+        'h200-nemo'
+    """
+    cards = {
+        _card(known): name
+        for name in named_clusters()
+        for known in tomllib.loads(_known_text(name)).get("cards", ())
+    }
+    if _card(card) not in cards:
+        near = difflib.get_close_matches(_card(card), cards, n=1, cutoff=0.0)
+        raise ConfigurationError(
+            f"the constants of {card!r} are not known",
+            hint=f"give the nearest known GPU and software with --base, such as {cards[near[0]]}: "
+            f"one of {', '.join(named_clusters())}",
+        )
+    return cards[_card(card)]
+
+
+def _card(name: str) -> str:
+    return name.removeprefix("NVIDIA ").strip().lower()
 
 
 def _known_text(name: str) -> str:
@@ -361,7 +389,8 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
         )  # fmt: skip
     if known in named_clusters():
         table = tomllib.loads(_known_text(known))
-        table.pop("formerly", None)
+        for key in ("formerly", "cards"):  # of the pair's own names, not of the cluster
+            table.pop(key, None)
         if ":" in str(source):
             table["gpus"] = int(count) if count.isdecimal() else count
         return _cluster(table, name=known, bases=bases, folder=Path())
