@@ -61,7 +61,11 @@ WRONG = {
     ),
     "outer rate": (["sync.outer_lr=50"], "sync.outer_lr must be at most 10", "mean"),
     "data": (["data.path=/no/such/folder"], "/no/such/folder does not exist", "data.path"),
-    "data is a file": (["data.path=/proc/version"], "is a file, not a folder", "data.path"),
+    "data is a file": (
+        ["data.path=/proc/version"],
+        "is neither a folder nor a file with content",
+        "data.path",
+    ),
     "tokenizer": (["data.tokenizer=/no/tokenizer.json"], "/no/tokenizer.json", "data.tokenizer"),
     "tokenizer is a device": (["data.tokenizer=/dev/null"], "not a regular file", "data.tokenizer"),
     "resume": (["run.resume=atuo"], "run.resume names atuo", 'did you mean "auto"?'),

@@ -47,11 +47,11 @@ class Entry:
 def resolve_source(spec: str) -> Path:
     """Return the folder or the file of a configuration's ``data.path``."""
     root = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser()
+    hint = 'set data.path to a folder of text files, to one, or to "stdlib" for Python\'s library'
     if not root.exists():
-        hint = (
-            'set data.path to a folder of text files, to one, or to "stdlib" for Python\'s library'
-        )
         raise DataError(f"data folder {root} does not exist", hint=hint)
+    if not root.is_dir() and not (root.is_file() and root.stat().st_size):
+        raise DataError(f"data.path {root} is neither a folder nor a file with content", hint=hint)
     return root
 
 

@@ -237,8 +237,8 @@ class Router:
         Examples:
             >>> Router(top_k=1, score="sigmoid", normalize=False).why_constant(8) is None
             True
-            >>> Router(top_k=1).why_constant(8)
-            "top_k is 1 and normalize is set: each token's one weight is the same; ..."
+            >>> Router(top_k=1).why_constant(8).partition(";")[0]
+            "top_k is 1 and normalize is set: each token's one weight is the same"
         """
         if num_experts == 1 and self.score == "softmax":
             return 'a softmax over one expert is always 1; use score="sigmoid", or more experts'
