@@ -13,7 +13,7 @@ from fivefold.moe import AllToAllGroup, MoE, MoEConfig, prepare_experts
 from fivefold.optim import LocalSGD, OuterSync
 from fivefold.testing import run_processes
 
-pytestmark = [pytest.mark.distributed, pytest.mark.in_pairs]
+pytestmark = pytest.mark.distributed
 
 CONFIG = MoEConfig(hidden=4, intermediate=6, experts=4, bias=True)
 STEPS = 3

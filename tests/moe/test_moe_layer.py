@@ -214,6 +214,7 @@ def test_capacity_of_the_layer():
 SCORES = ["softmax", "topk_softmax", "sigmoid", "topk_sigmoid", "sqrtsoftplus"]
 
 
+@pytest.mark.slow
 @given(
     router=st.builds(
         Router,

@@ -174,27 +174,30 @@ def test_a_line_without_end_stays_within_the_stated_memory(tmp_path):
     assert most < 6 << 20
 
 
+@pytest.mark.slow
 @given(
     st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n"), min_size=2),
     st.floats(0.001, 0.999),
+    st.sampled_from([".", "text"]),  # the folder, or the file itself
 )
-def test_a_file_that_is_alone_is_cut_and_no_character_with_it(tmp_path_factory, text, fraction):
+def test_a_file_that_is_alone_is_cut_and_no_character_with_it(
+    tmp_path_factory, text, fraction, place
+):
     root = tmp_path_factory.mktemp("alone")
     (root / "text").write_text(text * 40, newline="")
-    for path in (root, root / "text"):  # the folder, or the file itself
-        data = DataConfig(
-            path=str(path), cache=str(root / ".cache"), sequence_length=1,
-            validation_fraction=fraction,
-        )  # fmt: skip
-        corpus = load_corpus(data, ByteTokenizer())
-        parts = [bytes(part[:-1].astype(np.uint8)) for part in (corpus.train, corpus.validation)]
-        assert b"".join(parts) == (text * 40).encode()
-        assert all(parts)
-        for part in parts:
-            part.decode()
-        off = abs(len(parts[1]) - fraction * len(text.encode()) * 40)
-        longest = max(len(line.encode()) + 1 for line in (text * 40).split("\n"))
-        assert off <= longest + 1  # the nearer of two line ends
+    data = DataConfig(
+        path=str(root / place), cache=str(root / ".cache"), sequence_length=1,
+        validation_fraction=fraction,
+    )  # fmt: skip
+    corpus = load_corpus(data, ByteTokenizer())
+    parts = [bytes(part[:-1].astype(np.uint8)) for part in (corpus.train, corpus.validation)]
+    assert b"".join(parts) == (text * 40).encode()
+    assert all(parts)
+    for part in parts:
+        part.decode()
+    off = abs(len(parts[1]) - fraction * len(text.encode()) * 40)
+    longest = max(len(line.encode()) + 1 for line in (text * 40).split("\n"))
+    assert off <= longest + 1  # the nearer of two line ends
 
 
 # What a file may be: its bytes from a text, and a word of the reason why it is not read.
@@ -221,6 +224,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(
