@@ -16,7 +16,7 @@ from fivefold.moe.parallel._config import OneSidedConfig
 from fivefold.moe.parallel._heaps import SharedMemoryHeap, TorchSymmetricHeap, VirtualHeap
 from fivefold.moe.parallel._one_sided import OneSidedGroup
 from fivefold.moe.parallel.all_to_all import AllToAllGroup
-from fivefold.moe.parallel.placement import ExpertPlacement, prepare_experts
+from fivefold.moe.parallel.placement import prepare_experts
 from fivefold.moe.routing.router import (
     Router,
     Routing,
@@ -31,7 +31,6 @@ from fivefold.moe.routing.router import (
 __all__ = [
     "ACTIVATIONS",
     "AllToAllGroup",
-    "ExpertPlacement",
     "MoE",
     "MoEConfig",
     "OneSidedConfig",
