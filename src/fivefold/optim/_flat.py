@@ -42,6 +42,7 @@ class Piece:
     momentum: torch.Tensor | None = None  # m
     # This rank's own pseudo-gradient in flight; of the eager merge its share of it.
     sent: torch.Tensor | None = None
+    value: torch.Tensor | None = None  # of what is only averaged: this rank's own value in flight
     start: torch.Tensor | None = None  # where this rank's round began, where that is not the anchor
     own_momentum: torch.Tensor | None = None  # v of the eager merge
     gradient: torch.Tensor | None = None  # D for an outer optimizer
@@ -100,8 +101,9 @@ class FlatGroup:
         for name in ("sent", "own_momentum"):
             if name in self.extras:
                 self.extras[name].zero_()
-        if "start" in self.extras:
-            self.extras["start"].copy_(self.anchor)
+        for name in ("start", "value"):
+            if name in self.extras:
+                self.extras[name].copy_(self.anchor)
 
     def pieces(self, of: Sequence[torch.Tensor] | None = None) -> Iterator[Piece]:
         """Yield cache-sized views over all elements, in a fixed order.
@@ -199,13 +201,14 @@ def flat_groups(
     extras: Iterable[str],
     share: RowShare,
     device: torch.device | None = None,
+    least: torch.dtype = torch.float32,
 ) -> list[FlatGroup]:
-    """Group tensors by device and outer data type."""
+    """Group tensors by device and outer data type, which is at least ``least``."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     names = tuple(extras)
     for tensor in dict.fromkeys(tensors):
         _require_dense(tensor)
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        dtype = torch.promote_types(tensor.dtype, least)
         groups.setdefault((tensor.device, dtype), []).append(tensor)
     return [
         FlatGroup(found, dtype=dtype, extras=names, share=share, device=device)

@@ -83,7 +83,12 @@ class Fragment:
             anchors = [view for group in groups for view in group.shaped(group.anchor)]
             gradients = [v for group in groups for v in group.shaped(group.extras["gradient"])]
             self._optimizer = OuterOptimizerStep(context.rule, zip(anchors, gradients, strict=True))
-        context.transport.prepare(self._payloads(), fragment=index)
+        context.transport.prepare(self._payloads(), fragment=index, num_exact=self._num_exact)
+
+    @property
+    def _num_exact(self) -> int:
+        """Return how many of the last payloads no codec may round: those of buffers."""
+        return len(self.averaged)
 
     @property
     def all_groups(self) -> list[FlatGroup]:
@@ -517,9 +522,12 @@ class Fragment:
         self._finite = measured.all_finite() and averaged.all_finite()
 
     def _average(self, task: MergeTask, landed: InAllReduce | None) -> PieceStatistics:
-        """Average the buffers by the delay-corrected merge, whatever the rule is."""
-        task = replace(task, coefficients=self._mean(landed))
-        return merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["correct"])
+        """Average the buffers, whatever the rule is."""
+        mean = self._mean(landed)
+        reading = None if landed is None else landed.reading
+        total = 0.0 if reading is None else reading.total_weight
+        task = replace(task, coefficients=mean, total_weight=total)
+        return merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["average"])
 
     def _account(
         self, measured: PieceStatistics, coefficients: OuterCoefficients | None, *, arrived: bool

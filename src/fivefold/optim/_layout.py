@@ -102,8 +102,11 @@ def _fragment(
 ) -> Fragment:
     share = RowShare() if context.worker is None else context.worker.share
     groups, averaged = (
-        flat_groups(tensors, extras=kept, share=share, device=context.outer_device)
-        for tensors, kept in ((parameters, context.extras), (buffers, ("sent",)))
+        flat_groups(tensors, extras=kept, share=share, device=context.outer_device, least=least)
+        for tensors, kept, least in (
+            (parameters, context.extras, torch.float32),
+            (buffers, ("value",), torch.float64),
+        )
     )
     kind = GradientFragment if context.rule.merge == "gradients" else Fragment
     return kind(index, groups, averaged=averaged, schedule=schedule, context=context)

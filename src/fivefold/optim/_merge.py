@@ -38,6 +38,7 @@ class MergeTask:
     weight: float = 1.0  # factor of the payload
     resend: bool = False  # whether the all-reduce was lost: this rank's part of it goes out again
     own_share: float = 0.0  # share of this rank's own part in the mean, for the merge "eager"
+    total_weight: float = 0.0  # sum of the weights in what arrived
 
 
 Merge = Callable[[Piece, MergeTask, PieceStatistics], None]
@@ -198,6 +199,35 @@ def _exact(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
         _put_difference(piece, task)
 
 
+def _average(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
+    # Buffers: statistics, flags, counters. They travel as values, in float64, and the mean is a
+    # quotient: what is equal on all ranks stays what it is bit for bit, and a mean of what is not
+    # negative is not negative.
+    del statistics
+    value = piece.value
+    assert value is not None, "what is averaged keeps what it sent"
+    if task.coefficients is not None:
+        mean = torch.div(piece.payload, task.total_weight, out=piece.payload)
+        piece.anchor.copy_(mean)
+        piece.local.copy_(_brought_to(mean, piece.local.to(mean.dtype), value))
+    if task.settles:
+        piece.local.copy_(piece.anchor)
+    if task.send:
+        value.copy_(piece.local)
+        torch.mul(value, task.weight, out=piece.payload)
+
+
+def _brought_to(mean: torch.Tensor, now: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    """Return what a buffer that was ``sent`` and is ``now`` becomes when the mean arrives."""
+    # What was added since the launch stays: now + (mean - sent). But a running variance that has
+    # shrunk since, and is above the mean, would go below zero; it shrinks by the same factor
+    # instead. Both agree where they meet, at now = sent and at mean = sent.
+    moved = torch.where(now == sent, mean, now + (mean - sent))
+    pulled, decayed = mean / sent, now / sent
+    shrinks = (pulled >= 0) & (pulled < 1) & (decayed >= 0) & (decayed < 1)
+    return torch.where(shrinks, now * pulled, moved)
+
+
 MERGES: dict[str, Merge] = {
     "replace": _replace,
     "pull": _pull,
@@ -205,6 +235,7 @@ MERGES: dict[str, Merge] = {
     "eager": _eager,
     "hand over": _hand_over,
     "exact": _exact,
+    "average": _average,
 }
 
 

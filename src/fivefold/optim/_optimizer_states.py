@@ -88,6 +88,10 @@ class StateFragment(Fragment):
         super().__init__(index, [], averaged=averaged, schedule=schedule, context=context)
         self._sent_at_step = 0
 
+    @property
+    def _num_exact(self) -> int:
+        return 0  # states travel as the parameters do
+
     def names(self) -> list[str]:
         """Return the names of the states that are averaged."""
         known = self._shared.names()

@@ -26,7 +26,7 @@ _NORM_MEMORY = 16  # rounds over which norms are averaged
 _ROUNDS_BEFORE_JUDGING = 8
 
 
-_FORMAT = 10
+_FORMAT = 11
 
 
 @dataclass(kw_only=True)

@@ -70,7 +70,7 @@ class OuterSync:
 
     Making one is a collective call: rank 0's parameters and buffers are broadcast, and settings
     are compared. Floating-point buffers of the state dict (BatchNorm statistics) are averaged with
-    each round; integer ones are not touched.
+    each round, in float64 whatever the codec; integer ones are not touched.
 
     A rank whose payload holds a not-a-number or an infinity counts with weight 0 in that round: a
     warning of the logger names rank, round and parameter on all ranks, and the rank goes on from

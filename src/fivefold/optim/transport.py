@@ -57,11 +57,14 @@ class Transport(Protocol):
         """Return the number of ranks that are summed over."""
         ...
 
-    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+    def prepare(
+        self, payloads: Sequence[torch.Tensor], *, fragment: int, num_exact: int = 0
+    ) -> None:
         """Learn a fragment's payloads, once and before its first launch.
 
         They are of the sizes, data types and devices that will be launched; from then on
-        ``state_dict()`` has its final structure.
+        ``state_dict()`` has its final structure. The last ``num_exact`` of them are no
+        pseudo-gradients (buffers such as BatchNorm's variances): they are never rounded.
         """
         ...
 
@@ -72,8 +75,8 @@ class Transport(Protocol):
 
         Args:
             payloads: Flat buffers that nobody touches until the all-reduce has been waited for. A
-                transport may send them compressed; their sums are then approximate, and equal
-                on all ranks bit for bit.
+                transport may send those that were not prepared as exact compressed; their sums are
+                then approximate, and equal on all ranks bit for bit.
             metadata: A few float64 numbers, always summed exactly as they are.
             fragment: Which part of the model the payloads are, from 0; at most one all-reduce of a
                 fragment is under way at a time.
@@ -171,14 +174,16 @@ class ProcessGroupTransport:
         """Return the group's ranks as the default group numbers them."""
         return tuple(dist.get_process_group_ranks(self._group))
 
-    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
-        """Make the residuals of a fragment, where the codec needs them.
+    def prepare(
+        self, payloads: Sequence[torch.Tensor], *, fragment: int, num_exact: int = 0
+    ) -> None:
+        """Make the residuals of a fragment, where the codec needs them; see ``Transport.prepare``.
 
         Raises:
             ConfigurationError: The codec does not take such payloads.
         """
         if self._exchange is not None:
-            self._exchange.prepare(payloads, fragment=fragment)
+            self._exchange.prepare(payloads, fragment=fragment, num_exact=num_exact)
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
