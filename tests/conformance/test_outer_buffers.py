@@ -1,4 +1,4 @@
-"""What is no pseudo-gradient arrives exact: statistics, flags, counters, tables, whatever the codec.
+"""What is no pseudo-gradient arrives exact, whatever the codec: statistics, flags, counters.
 
 References:
     A BatchNorm's running variance is a mean of squares, so it is never below zero.

@@ -186,7 +186,7 @@ def _follow(piece: Piece, *, share: float) -> None:
         update = torch.sub(piece.local, piece.anchor, out=piece.scratch)
         change = torch.sub(update, piece.momentum, out=piece.momentum)
         if share:
-            piece.local.add_(change.mul_(share))
+            piece.add(change.mul_(share))
         piece.momentum.copy_(update)
     piece.anchor.copy_(piece.local)
 

@@ -301,6 +301,8 @@ class Fragment:
         for group in self.all_groups:
             group.forget_own_part()
         self.write_anchor()
+        for piece in self._pieces(of=[g for g in self.all_groups if "rest" in g.extras]):
+            piece.write(piece.anchor)
 
     @torch.no_grad()
     def begin_at_mean(self) -> None:

@@ -50,6 +50,18 @@ def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
     return tuple(name for name, wanted in needed.items() if wanted)
 
 
+def carries_rest(rule: OuterRule) -> bool:
+    """Return whether a rule writes what is not its anchor, so that 16-bit tensors need a rest.
+
+    What a write of the anchor itself rounds away is known from the anchor.
+    """
+    if rule.merge == "gradients":
+        return isinstance(rule, DelayedGradients) and rule.extrapolation > 0
+    if rule.merge == "replace":
+        return rule.delay_steps is not None or (rule.delayed and rule.auto_tau is not None)
+    return rule.merge in {"correct", "pull"}
+
+
 def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the trainable parameters by name, each once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -101,11 +113,12 @@ def _fragment(
     buffers: Iterable[torch.Tensor] = (),
 ) -> Fragment:
     share = RowShare() if context.worker is None else context.worker.share
+    rest = ("rest",) if carries_rest(context.rule) else ()
     groups, averaged = (
         flat_groups(tensors, extras=kept, share=share, device=context.outer_device, least=least)
         for tensors, kept, least in (
-            (parameters, context.extras, torch.float32),
-            (buffers, ("value",), torch.float64),
+            (parameters, (*context.extras, *rest), torch.float32),
+            (buffers, ("value", "rest"), torch.float64),
         )
     )
     kind = GradientFragment if context.rule.merge == "gradients" else Fragment
@@ -186,12 +199,14 @@ def outer_state_bytes(
     num_shards: int = 1,
     codec: str | Codec = "fp32",
 ) -> int:
-    """Return the bytes of outer state that each rank keeps for float32 or 16-bit parameters.
+    """Return the bytes of outer state that each rank keeps for float32 parameters.
 
     Per parameter: 4 for the anchor, 4 for the payload, 4 for the momentum where the rule has one,
     4 for what delay-corrected merges sent, 12 more for the eager merge with momentum, 4 for the
     gradient of an outer optimizer (whose own state is not counted), and 4 + 4 / num_workers for
-    the residuals of a lossy codec; all of it divided by ``num_shards``.
+    the residuals of a lossy codec; all of it divided by ``num_shards``. 16-bit parameters need 4
+    more with rules that correct or pull, with fragments, and with extrapolated gradients: what a
+    write rounds away is carried.
 
     Args:
         rule: The outer rule.
