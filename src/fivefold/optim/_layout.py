@@ -333,21 +333,6 @@ def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
                 raise ConfigurationError(message, hint=hint)
 
 
-def as_optimizers(
-    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the inner optimizers as a tuple; refuse what is none."""
-    several = tuple(given) if isinstance(given, Sequence) else (given,)
-    for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
-            raise ConfigurationError(message, hint="pass one, or a list of them")
-    if not several:
-        message = "optimizer is an empty list"
-        raise ConfigurationError(message, hint="pass the optimizers that train the model")
-    return several
-
-
 _LONGEST_S = 10**6  # gloo counts milliseconds in 32 bits
 
 

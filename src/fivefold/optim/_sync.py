@@ -22,9 +22,9 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._automatic_round import automatic_round
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
 from fivefold.optim._fragment import Fragment
+from fivefold.optim._inner_optimizers import as_optimizers, forget_nonsense, forget_steps
 from fivefold.optim._layout import (
     LateParameters,
-    as_optimizers,
     find_worker,
     fixed_tensors,
     late_fragment,
@@ -74,7 +74,7 @@ class OuterSync:
 
     A rank whose payload holds a not-a-number or an infinity counts with weight 0 in that round: a
     warning of the logger names rank, round and parameter on all ranks, and the rank goes on from
-    the anchor, with 0 for what is not finite in its optimizer's state. Where no rank is left whose
+    the anchor, with its optimizer's state as before the first step. Where no rank is left whose
     payload counts, ``step()`` raises on all of them.
 
     Several ranks may act as one worker. Parameters that are DTensors over the worker's ranks
@@ -155,6 +155,7 @@ class OuterSync:
         transport: Transport | None = None,
     ) -> None:
         self._optimizers = as_optimizers(optimizer)
+        self._make_states_late = [not any(each.state.values()) for each in self._optimizers]
         require_usable(
             model,
             rule,
@@ -530,11 +531,17 @@ class OuterSync:
 
     @torch.no_grad()
     def _begin_again(self) -> None:
-        """Go on from the anchor, with 0 for what is not finite in the inner optimizer's state."""
-        states = (e for optimizer in self._optimizers for e in optimizer.state.values())
-        for value in (value for entries in states for value in entries.values()):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        """Go on from the anchor, without what the steps that are left out did to the optimizers.
+
+        What they were before is not known, so they begin again: one moment without the other would
+        be worse. Optimizers that step with the mean gradient took none of those steps.
+        """
+        if self._gradients is not None:
+            forget_nonsense(self._optimizers)
+        else:
+            for optimizer, late in zip(self._optimizers, self._make_states_late, strict=True):
+                averaged = bool(self._averaged_states)
+                forget_steps(optimizer, makes_state_late=late, keeps_count=averaged)
         for fragment in self._all_fragments():
             fragment.begin()
 
