@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._shards import local_tensor
+from fivefold.optim._shards import local_tensor, memory_of
 
 # States that are 0 (or this number) before the first step, and what they are of: moments of
 # gradients, and counters.
@@ -33,6 +34,123 @@ def as_optimizers(
         message = "optimizer is an empty list"
         raise ConfigurationError(message, hint="pass the optimizers that train the model")
     return several
+
+
+# Beside the parameters they hold weights, from which they step or which they give back at the end;
+# brought together, the parameters would be one thing and those another.
+_HOLDS_WEIGHTS = {
+    "ASGD": "an average of the weights",
+    "Lookahead": "slow weights",
+    "Prodigy": "the weights of the start, and a learning rate of this rank alone",
+    "ProdigyPlusScheduleFree": "a second sequence of weights",
+    "AdamWScheduleFree": "a second sequence of weights",
+    "AdamWScheduleFreePaper": "a second sequence of weights",
+    "SGDScheduleFree": "a second sequence of weights",
+    "RAdamScheduleFree": "a second sequence of weights",
+    "ScheduleFreeWrapper": "a second sequence of weights",
+    "DAdaptAdam": "a learning rate of this rank alone",
+    "DAdaptSGD": "a learning rate of this rank alone",
+}
+_INSTEAD = (
+    "train with an optimizer that keeps moments of gradients only (AdamW, Muon, SGD); average "
+    "weights outside of it (torch.optim.swa_utils.AveragedModel)"
+)
+
+
+def require_moved(
+    optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse optimizers that train something else than the model's parameters, or not all of them.
+
+    Args:
+        optimizers: The inner optimizers.
+        parameters: All of the model's parameters by name.
+
+    Raises:
+        ConfigurationError: Names what would stay different on every rank.
+    """
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        for kind in type(optimizer).__mro__:
+            if kind.__name__ in _HOLDS_WEIGHTS:
+                what = f"{type(optimizer).__name__} holds {_HOLDS_WEIGHTS[kind.__name__]}"
+                message = f"{what}, which outer synchronisation does not move"
+                raise ConfigurationError(message, hint=_INSTEAD)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = {id(p): p for group in groups for p in group["params"]}
+    # Of two parameters over one memory one is enough.
+    trained = {_identity(p) for p in held.values()}
+    left_out = [n for n, p in parameters.items() if p.requires_grad and _identity(p) not in trained]
+    if left_out:
+        message = f"{_few(left_out)} of the model's trainable parameters are in no optimizer"
+        hint = (
+            "give the optimizers the model's own parameters (not float32 copies of them, and made "
+            "after fully_shard), or set requires_grad=False"
+        )
+        raise ConfigurationError(message, hint=hint)
+    known = {_identity(p) for p in parameters.values()}
+    foreign = [p for p in held.values() if p.requires_grad and _identity(p) not in known]
+    if foreign:
+        shapes = _few([str(tuple(p.shape)) for p in foreign])
+        message = f"the optimizers have {len(foreign)} parameters that the model has not: {shapes}"
+        hint = "pass one module that holds all that is trained: ModuleList([model, loss])"
+        raise ConfigurationError(message, hint=hint)
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    return memory_of(tensor) or id(tensor)
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"  # noqa: PLR2004
+
+
+class WeightWatch:
+    """Looks for weights in the optimizers' states, whatever the optimizers are called."""
+
+    # A moment is a mean of gradients or of their squares; a copy of the weights begins as they do,
+    # and is near them as long as few steps have been taken.
+    _NEAR = 0.25  # square of the distance over the square of the weights
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._known: list[set[str]] = [set(_BEFORE_THE_FIRST_STEP) for _ in optimizers]
+        self._seen: list[Any] = [None] * len(optimizers)
+
+    def look(self) -> None:
+        """Refuse an optimizer in whose state weights have appeared since the last look.
+
+        Raises:
+            ConfigurationError: Names the optimizer and the state.
+        """
+        for index, optimizer in enumerate(self._optimizers):
+            entries = optimizer.state
+            last = next(reversed(entries.values()), {}) if entries else {}
+            seen = len(entries), tuple(last)
+            if seen != self._seen[index]:
+                self._seen[index] = seen
+                keys = {key for each in entries.values() for key in each} - self._known[index]
+                self._known[index] |= keys
+                for key in sorted(map(str, keys)):
+                    self._refuse_weights(optimizer, key)
+
+    @torch.no_grad()
+    def _refuse_weights(self, optimizer: torch.optim.Optimizer, key: str) -> None:
+        distance = size = 0.0
+        for parameter, entries in optimizer.state.items():
+            found = entries.get(key)
+            alike = isinstance(found, torch.Tensor) and found.shape == parameter.shape
+            if alike and found.is_floating_point():
+                mine, theirs = local_tensor(parameter).double(), local_tensor(found).double()
+                distance += float((mine - theirs).square().sum())
+                size += float(mine.square().sum())
+        if distance < self._NEAR * size:
+            message = (
+                f"the state {key!r} of {type(optimizer).__name__} is a copy of the weights, "
+                "which outer synchronisation does not move"
+            )
+            raise ConfigurationError(message, hint=_INSTEAD)
 
 
 @torch.no_grad()

@@ -38,6 +38,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what is equal for tensors of the same elements in memory; None for no elements."""
+    local = local_tensor(tensor)
+    if not local.numel() or local.is_meta or local.layout != torch.strided:
+        return None
+    return local.data_ptr(), local.device, local.dtype, local.shape, local.stride()
+
+
 @dataclass(frozen=True)
 class RowShare:
     """Rows of every tensor that a rank owns: part ``place`` of ``count``."""

@@ -22,7 +22,13 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._automatic_round import automatic_round
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
 from fivefold.optim._fragment import Fragment
-from fivefold.optim._inner_optimizers import as_optimizers, forget_nonsense, forget_steps
+from fivefold.optim._inner_optimizers import (
+    WeightWatch,
+    as_optimizers,
+    forget_nonsense,
+    forget_steps,
+    require_moved,
+)
 from fivefold.optim._layout import (
     LateParameters,
     find_worker,
@@ -165,6 +171,9 @@ class OuterSync:
             outlier_factor=outlier_factor,
         )
         reshard(model)
+        require_moved(self._optimizers, dict(model.named_parameters()))
+        self._weights = WeightWatch(self._optimizers)
+        self._weights.look()
         self._model = model
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
@@ -257,6 +266,8 @@ class OuterSync:
             self._gradients.complete()
         counted = [(fragment, fragment.count(weight)) for fragment in self._all_fragments()]
         due = [(fragment, boundary) for fragment, boundary in counted if boundary is not None]
+        if due or self._steps == 1:
+            self._weights.look()
         if due:
             self._look_for_late()
         for fragment, boundary in due:
