@@ -1,4 +1,6 @@
-"""Optimizers that hold weights of their own are refused by name; those that hold moments are not."""
+"""Optimizers that hold weights of their own are refused by name; those of moments are not."""
+
+import functools
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ class TwoSequences(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self):
         for group in self.param_groups:
             for p in group["params"]:
                 z = self.state[p].setdefault("fast", p.detach().clone())
@@ -27,8 +29,8 @@ class SlowEverySecond(torch.optim.SGD):
     """Copies the weights at its second step."""
 
     @torch.no_grad()
-    def step(self, closure=None):
-        super().step(closure)
+    def step(self):
+        super().step()
         for group in self.param_groups:
             for p in group["params"]:
                 count = self.state[p].setdefault("count", torch.zeros(()))
@@ -92,13 +94,15 @@ def test_what_would_stay_different_on_every_rank_is_refused(make, message):
 MOMENTS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.5),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    **{
-        name: (lambda p, kind=getattr(torch.optim, name): kind(p, lr=0.01))
-        for name in ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
-    },
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "several": lambda p: [torch.optim.SGD([each], lr=0.1) for each in p],
     "muon": lambda p: MuonAdamW(list(p), lr=0.01),
+} | {
+    kind.__name__: functools.partial(kind, lr=0.01)
+    for kind in (
+        *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam),
+        *(torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+    )
 }
 
 

@@ -115,6 +115,10 @@ class GradientFragment(Fragment):
                 measured.look_at(piece.payload)
             if total:
                 self._share_rows(gradients)
+        if reading is not None:
+            self._frozen.agree(reading)
+            for parameter in self._frozen.held:
+                parameter.grad = None
         self._has_own, self._finite = own, measured.all_finite()
         if self._first_non_finite():  # then the parameters may be as bad
             self.write_anchor()
@@ -149,6 +153,7 @@ class GradientFragment(Fragment):
         if weight != 1.0:
             for group in self.groups:
                 group.payload.mul_(weight)
+        self._frozen.hold(send=send)
         task = MergeTask(
             rule=rule, coefficients=coefficients, send=send, settles=settles, weight=weight
         )

@@ -253,7 +253,14 @@ def is_narrow(tensor: torch.Tensor) -> bool:
 
 def _require_dense(tensor: torch.Tensor) -> None:
     local = local_tensor(tensor)
-    if type(local) is torch.Tensor and local.layout == torch.strided and not local.is_complex():
+    strides = zip(local.shape, local.stride(), strict=True) if local.layout == torch.strided else ()
+    if any(size > 1 and stride == 0 for size, stride in strides):
+        shape = tuple(local.shape)
+        message = f"a tensor of shape {shape} that is to be averaged repeats its elements (expand)"
+        raise ConfigurationError(message, hint="keep tensor.clone(), or what was expanded")
+    plain = type(local) is torch.Tensor and local.layout == torch.strided
+    if plain and local.is_floating_point() and local.element_size() > 1:
         return
     message = f"parameters must be dense real tensors; got {type(local).__name__} of {local.dtype}"
-    raise ConfigurationError(message, hint="sparse, quantised and complex ones are not supported")
+    hint = "sparse, quantised, complex and 8-bit ones cannot be trained here; freeze them"
+    raise ConfigurationError(message, hint=hint)

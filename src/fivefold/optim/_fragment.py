@@ -17,6 +17,7 @@ import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.optim._flat import FlatGroup, Piece
+from fivefold.optim._frozen import FrozenTensors
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
 from fivefold.optim._metadata import (
     Metadata,
@@ -35,6 +36,8 @@ from fivefold.optim.statistics import AllReduceRecord
 # An all-reduce that is waited for and gets lost goes out again, but not for ever.
 _MOST_ATTEMPTS = 16
 _POLL_S = 0.0005
+
+_THE_SAME = "resume with the model that was saved, the same parameters trainable; freeze them then"
 
 OF_OPTIMIZER = "outer_optimizer."
 """What the names of an outer optimizer's own tensors begin with."""
@@ -63,6 +66,7 @@ class Fragment:
         self.averaged = averaged
         self.schedule = schedule
         self.launching: int | None = None
+        self._frozen = FrozenTensors(groups)
         self._shared = context
         self._state = OuterState(own_share=1.0 / context.transport.world_size)
         self._in_flight: InAllReduce | None = None
@@ -200,8 +204,12 @@ class Fragment:
                         f"the saved outer state has {there} for the {key} of {name}, the model "
                         f"has {tuple(buffer.shape)}"
                     )
-                    raise ConfigurationError(message, hint="resume with the model that was saved")
+                    raise ConfigurationError(message, hint=_THE_SAME)
                 buffer.copy_(found)
+        gone = sorted(saved.keys() - mine.keys())
+        if gone:
+            message = f"the saved outer state has {gone[0]}, which this model does not train"
+            raise ConfigurationError(message, hint=_THE_SAME)
 
     def _numbers(self) -> dict[str, Any]:
         return {
@@ -518,6 +526,9 @@ class Fragment:
                 self._optimizer.step()
             for piece in self._pieces(of=self.groups):
                 piece.local.copy_(piece.anchor)
+        if landed is not None and landed.arrived and landed.reading is not None:
+            self._frozen.agree(landed.reading)
+        self._frozen.hold(send=send)
         averaged = self._average(task, landed)
         self._share_rows()
         self._account(measured, coefficients, arrived=landed is not None)
@@ -618,6 +629,7 @@ class Fragment:
             all_reduce_s=state.last_all_reduce_s,
             pending=shared.pending() if self.index == 0 else 0.0,
             non_finite=float(non_finite),
+            frozen=self._frozen.announced(),
             **seen,
         )
         state.last_delta = 0.0  # each norm travels once

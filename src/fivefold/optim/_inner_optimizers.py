@@ -103,7 +103,7 @@ def _identity(tensor: torch.Tensor) -> object:
 
 def _few(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"  # noqa: PLR2004
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 class WeightWatch:

@@ -24,7 +24,14 @@ from fivefold.optim._fragment import Fragment
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import RoundSchedule
-from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, reshard, worker_group_of
+from fivefold.optim._shards import (
+    RowShare,
+    WorkerGroup,
+    local_tensor,
+    memory_of,
+    reshard,
+    worker_group_of,
+)
 from fivefold.optim._state import EngineContext
 from fivefold.optim._update import GapPenalty, is_number
 from fivefold.optim.codecs import Codec, is_exact, resolve_codec
@@ -63,8 +70,12 @@ def carries_rest(rule: OuterRule) -> bool:
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the trainable parameters by name, each once."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """Return the trainable parameters by name, each piece of memory once."""
+    found: dict[object, tuple[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found.setdefault(memory_of(parameter) or id(parameter), (name, parameter))
+    return dict(found.values())
 
 
 def make_fragments(model: torch.nn.Module, context: EngineContext) -> list[Fragment]:
@@ -176,9 +187,17 @@ def _cut(parameters: list[torch.Tensor], number: int) -> list[list[torch.Tensor]
 
 
 def averaged_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the floating-point buffers of the state dict by name, each once."""
+    """Return the floating-point buffers of the state dict by name, each piece of memory once.
+
+    Those of 8 bits are tables of values that no mean can be written into.
+    """
     kept = set(model.state_dict(keep_vars=True))
-    return {n: b for n, b in model.named_buffers() if n in kept and b.is_floating_point()}
+    found: dict[object, tuple[str, torch.Tensor]] = {}
+    for name, buffer in model.named_buffers():
+        if name in kept and buffer.is_floating_point() and buffer.element_size() > 1:
+            found.setdefault(memory_of(buffer) or id(buffer), (name, buffer))
+    of_parameters = {memory_of(p) for p in model.parameters()}
+    return dict(each for place, each in found.items() if place not in of_parameters)
 
 
 def fixed_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -350,6 +369,7 @@ def require_usable(
     if isinstance(bare, torch.nn.parallel.DistributedDataParallel):
         message = "the model is wrapped in DistributedDataParallel, which communicates every step"
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
+    _require_readable(model)
     if not isinstance(rule, OuterRule):
         message = f"rule must be an outer rule; got {rule!r}"
         raise ConfigurationError(message, hint="give one, such as CO2(tau=8)")
@@ -363,6 +383,29 @@ def require_usable(
     if outlier_factor is not None and not (is_number(outlier_factor) and outlier_factor > 1):
         message = f"outlier_factor must be a number above 1, or None; got {outlier_factor!r}"
         raise ConfigurationError(message, hint="10 leaves out what is ten times the usual size")
+
+
+def _require_readable(model: torch.nn.Module) -> None:
+    """Refuse tensors that have no elements to send, or whose elements are others' too."""
+    ends: dict[object, list[tuple[int, int, str]]] = {}
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        kind = type(tensor).__name__
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            hint = "run one forward pass before OuterSync is made"
+            raise ConfigurationError(f"{name} has no shape yet ({kind})", hint=hint)
+        local = local_tensor(tensor)
+        if local.is_meta or local.layout != torch.strided or local.is_quantized:
+            what = "on the meta device" if local.is_meta else f"{local.layout} {local.dtype}"
+            hint = "materialise it, keep it dense, or leave it out (see ignore)"
+            raise ConfigurationError(f"{name} is {what} and cannot be sent", hint=hint)
+        if tensor.requires_grad and local.numel() and local.is_contiguous():
+            place = local.untyped_storage().data_ptr(), local.device
+            ends.setdefault(place, []).append((local.data_ptr(), local.nbytes, name))
+    for parts in ends.values():
+        for (start, size, name), (after, more, other) in itertools.pairwise(sorted(parts)):
+            if start + size > after and (start, size) != (after, more):
+                message = f"{name} and {other} have some elements in common"
+                raise ConfigurationError(message, hint="make one parameter, and views in forward()")
 
 
 _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may announce one round apart

@@ -31,6 +31,7 @@ class MetadataReading:
     step_s: list[float]  # seconds per local step that an all-reduce can hide behind
     all_reduce_s: list[float]  # seconds of each rank's last all-reduce
     pending: list[float]  # what of the model's parameters each rank would adopt; 0 for nothing
+    frozen: list[float]  # what of this fragment each rank has frozen; 0 for nothing
     # Number, from 1, of the first tensor in which each rank had a not-a-number or an infinity:
     # its payload is zeros of weight 0. 0 where all numbers are finite.
     non_finite: list[float]

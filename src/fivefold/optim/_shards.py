@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._comm_thread import named_errors
-from fivefold.optim.transport import as_group
+from fivefold.optim.transport import as_group, broadcast_bytes
 
 # As much is gathered at once; the room for it is S times as large.
 _BUCKET_BYTES = 2**20
@@ -141,9 +141,7 @@ class WorkerGroup:
         with named_errors(self._rank, "the start of this worker's ranks"):
             for tensor in tensors:
                 if not isinstance(tensor, DTensor):
-                    whole = tensor.detach().contiguous()
-                    dist.broadcast(whole, src=self.ranks[0], group=self._group)
-                    tensor.detach().copy_(whole)
+                    broadcast_bytes(tensor, source=self.ranks[0], group=self._group)
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:

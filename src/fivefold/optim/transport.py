@@ -294,7 +294,7 @@ class ProcessGroupTransport:
 
         def run() -> None:
             for tensor in tensors:
-                dist.broadcast(tensor, src=self._global_root, group=self._group)
+                broadcast_bytes(tensor, source=self._global_root, group=self._group)
 
         what = "broadcast of the initial parameters"
         self._thread.submit(run, tensors=tensors, what=what).wait()
@@ -321,6 +321,20 @@ class ProcessGroupTransport:
             message = f"payloads must be contiguous; got strides {tensor.stride()}"
             raise ConfigurationError(message, hint="launch tensor.contiguous()")
         return torch.split(tensor.view(-1), max(self._bucket_bytes // tensor.element_size(), 1))
+
+
+@torch.no_grad()
+def broadcast_bytes(tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> None:
+    """Overwrite a tensor with the bits that a global rank has, whatever its data type."""
+    own = tensor.detach()
+    for dimension, (size, stride) in enumerate(zip(own.shape, own.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded: one element stands for all
+            own = own.narrow(dimension, 0, 1)
+    whole = own.contiguous()
+    if whole.numel():
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), src=source, group=group)
+        if whole is not own:
+            own.copy_(whole)
 
 
 def as_group(
