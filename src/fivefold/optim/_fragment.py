@@ -334,9 +334,15 @@ class Fragment:
         )
         reading = self._metadata.read()
         self._tell_left_out(reading, round_number=self.schedule.round)
-        for group in self.groups:
+        for group in self.all_groups:
             group.anchor.sub_(group.payload.div_(reading.total_weight))
         self.begin()
+
+    def has_moved(self) -> bool:
+        """Return whether the parameters are no longer what the last step left."""
+        return any(
+            not torch.equal(p.local, p.as_written(p.anchor)) for p in self._pieces(of=self.groups)
+        )
 
     def land(self) -> None:
         """Wait for what is in flight; it stays in flight in the schedule's sense."""

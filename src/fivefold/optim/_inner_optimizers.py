@@ -25,7 +25,7 @@ def as_optimizers(
     given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return the inner optimizers as a tuple; refuse what is none."""
-    several = tuple(given) if isinstance(given, Sequence) else (given,)
+    several = tuple(map(_unwrapped, given if isinstance(given, Sequence) else (given,)))
     for optimizer in several:
         if not isinstance(optimizer, torch.optim.Optimizer):
             message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
@@ -34,6 +34,15 @@ def as_optimizers(
         message = "optimizer is an empty list"
         raise ConfigurationError(message, hint="pass the optimizers that train the model")
     return several
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return what a trainer's wrapper (Accelerate's, Lightning's) steps."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        groups = getattr(optimizer, "param_groups", None)
+        return _unwrapped(inner) if groups is inner.param_groups else optimizer
+    return optimizer
 
 
 # Beside the parameters they hold weights, from which they step or which they give back at the end;

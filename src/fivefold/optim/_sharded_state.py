@@ -52,7 +52,8 @@ class StateForm:
                 for key, value in buffers.items():
                     whose = shared if is_shared(key) else own
                     whose.setdefault(name, {})[key] = self._wrap(tensor, value)
-        totals = {"num_shards": self._num_shards, "state": self._totals(plain), "tensors": shared}
+        of_all = {key: value for key, value in plain.items() if key not in ("rank", "place")}
+        totals = {"num_shards": self._num_shards, "state": self._totals(of_all), "tensors": shared}
         numbers = {i: self._own_numbers(part) for i, part in plain["fragments"].items()}
         return {
             "shared": totals,
@@ -75,6 +76,7 @@ class StateForm:
             state["transport"] = current["transport"]
             for index, numbers in worker["numbers"].items() if same_workers else ():
                 self._take_numbers(state["fragments"][index], numbers)
+        state |= {key: current[key] for key in ("rank", "place")}
         for index, part in current["fragments"].items():
             state["fragments"][index]["tensors"] = {
                 name: {

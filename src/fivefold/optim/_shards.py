@@ -103,6 +103,10 @@ class WorkerGroup:
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
 
+    def close(self) -> None:
+        """End the process group."""
+        dist.destroy_process_group(self._group)
+
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
         """These ranks as a mesh of one dimension."""

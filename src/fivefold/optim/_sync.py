@@ -175,6 +175,8 @@ class OuterSync:
         self._weights = WeightWatch(self._optimizers)
         self._weights.look()
         self._model = model
+        self._closed = False
+        self._made_transport = transport is None
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
         )
@@ -253,6 +255,7 @@ class OuterSync:
             ReplicaMismatchError: The replicas' anchors differ; names the ranks.
             NonFiniteError: No rank had a finite payload; names ranks, round and parameters.
         """
+        self._require_open()
         number = hasattr(weight, "__float__")  # also a tensor of one element
         if weight is not None and not (number and 0 <= weight < float("inf")):
             message = f"weight must be finite and not negative; got {weight!r}"
@@ -290,6 +293,7 @@ class OuterSync:
             ReplicaMismatchError: The replicas' anchors differ.
             NonFiniteError: No rank had a finite payload.
         """
+        self._require_open()
         reshard(self._model)
         if self._gradients is not None:
             self._gradients.drain()
@@ -331,6 +335,28 @@ class OuterSync:
             self._fragments.append(fragment)
             _LOG.info("%s joined the outer synchronisation", ", ".join(found))
         return tuple(found)
+
+    def take_weights(self) -> None:
+        """Go on from weights that something else has put into the model; a collective call.
+
+        For averages of weights that a callback writes at the end of training, and for weights that
+        are loaded in the middle: all replicas get their mean over the ranks. ``finalize()`` comes
+        before they are put in. Momenta stay. Where no rank has other weights, nothing is done.
+
+        Raises:
+            ConfigurationError: Something is under way.
+            CommunicationError: The average failed or timed out.
+        """
+        self._require_open()
+        reshard(self._model)
+        schedules = [fragment.schedule for fragment in self._fragments]
+        if any(each.in_flight_round is not None or each.open_steps for each in schedules):
+            message = "take_weights() with local steps that have not been brought together"
+            raise ConfigurationError(message, hint="call finalize() before the weights are put in")
+        moved = any(fragment.has_moved() for fragment in self._fragments)
+        if any(self._transport.gather_objects(moved)):
+            for fragment in self._fragments:
+                fragment.begin_at_mean()
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -402,6 +428,8 @@ class OuterSync:
         return {
             "settings": self._settings(),
             "world_size": self._transport.world_size,
+            "rank": self._transport.rank,
+            "place": self._place,
             "steps": self._steps,
             "meter": self._meter.state(),
             "tau": None if self._tau is None else self._tau.state(),
@@ -410,14 +438,15 @@ class OuterSync:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``.
+        """Continue from ``state_dict()``; a collective call.
 
         On the same number of workers each rank loads its own state and goes on bit for bit; the
         model's and the inner optimizer's states are loaded by the caller, before this call. On
         another number of workers any rank's state will do, the same for all: every worker then
-        goes on from the anchor. The all-reduce that was in the air is merged as if nothing had
-        happened; the local steps since the last launch are lost, and so are a codec's residuals
-        and what the automatic tau has measured (its tau stays).
+        goes on from the anchor. So it is, with a warning, where some rank loads another's. The
+        all-reduce that was in the air is merged as if nothing had happened; the local steps since
+        the last launch are lost, and so are a codec's residuals and what the automatic tau has
+        measured (its tau stays).
 
         Args:
             state: What ``state_dict()`` returned.
@@ -426,12 +455,19 @@ class OuterSync:
             ConfigurationError: The state is of another rule or model.
         """
         require_same(state, self._settings())
+        if state["place"] != self._place:
+            message = (
+                f"this is the state of place {state['place']} in its worker, not {self._place}"
+            )
+            hint = "load each rank's own, or use sharded_state_dict() for other layouts"
+            raise ConfigurationError(message, hint=hint)
+        stranger = self._is_anothers(state)
         self._look_for_late()  # and follow parameters that the model's loader replaced
         for fragment in self._all_fragments():
             fragment.land()  # nothing may write into what is restored
         self._steps, self._weighted = state["steps"], None
         self._meter.restore(state["meter"])
-        if state["world_size"] != self._transport.world_size:
+        if stranger:
             for fragment in self._all_fragments():
                 fragment.load_shared(state["fragments"][str(fragment.index)])
             if self._tau is not None:
@@ -442,6 +478,21 @@ class OuterSync:
         for fragment in self._all_fragments():
             fragment.load_state_dict(state["fragments"][str(fragment.index)])
         self._transport.load_state_dict(state["transport"])
+
+    def _is_anothers(self, state: Mapping[str, Any]) -> bool:
+        """Return whether any rank loads what another rank, or another world, has saved."""
+        here = self._transport.rank, self._transport.world_size
+        mine = here, (state["rank"], state["world_size"])
+        alone = may_lose(self._transport)
+        found = [mine] if alone else self._transport.gather_objects(mine)
+        strangers = sum(now != then for now, then in found)
+        if strangers and state["world_size"] == here[1]:
+            _LOG.warning(
+                "%d of %d ranks load another rank's outer state: all go on from the anchor, "
+                "without the local steps since the last launch. Save and load sync.state_dict() "
+                "on every rank to resume bit for bit", strangers, len(found),
+            )  # fmt: skip
+        return strangers > 0
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the state by parameter, for ``torch.distributed.checkpoint``; collective.
@@ -518,7 +569,33 @@ class OuterSync:
         if state["launching"] >= 0:
             self._fragments[0].take_part(state["launching"], unit=state["unit"])
 
+    def close(self) -> None:
+        """End the engine's thread and process groups; training goes on without it.
+
+        What is under way is waited for and not merged: call ``finalize()`` before. A transport that
+        was given to the engine is left to whoever made it. A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._gradients is not None:
+            self._gradients.close()
+        if isinstance(self._transport, ProcessGroupTransport) and self._made_transport:
+            self._transport.close()
+        if self._context.worker is not None:
+            self._context.worker.close()
+
     # -- small helpers ----------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> int:
+        """This rank's place within its worker."""
+        return 0 if self._context.worker is None else self._context.worker.place
+
+    def _require_open(self) -> None:
+        if self._closed:
+            message = "this OuterSync has been closed"
+            raise ConfigurationError(message, hint="call close() after the last step, or make one")
 
     def _most_fragments(self) -> int:
         """Return the parts in which this model may be sent."""

@@ -313,6 +313,11 @@ class ProcessGroupTransport:
         self._thread.submit(run, tensors=(), what="comparison of the ranks' settings").wait()
         return values
 
+    def close(self) -> None:
+        """End the thread, after what it has been given, and the process group."""
+        self._thread.close()
+        dist.destroy_process_group(self._group)
+
     def _buckets(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return views of a tensor that cover it once; a collective on nothing is left out."""
         if tensor.nbytes <= self._bucket_bytes:
