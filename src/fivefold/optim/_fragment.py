@@ -22,6 +22,7 @@ from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coeffic
 from fivefold.optim._metadata import (
     Metadata,
     MetadataReading,
+    payload_hash,
     replica_hash,
     require_equal,
     require_equal_inside,
@@ -340,9 +341,8 @@ class Fragment:
 
     def has_moved(self) -> bool:
         """Return whether the parameters are no longer what the last step left."""
-        return any(
-            not torch.equal(p.local, p.as_written(p.anchor)) for p in self._pieces(of=self.groups)
-        )
+        pieces = self._pieces(of=self.groups)
+        return any(not torch.equal(p.local, p.as_written(p.anchor)) for p in pieces)
 
     def land(self) -> None:
         """Wait for what is in flight; it stays in flight in the schedule's sense."""
@@ -396,6 +396,7 @@ class Fragment:
         if flown:
             state.link_s = min(flown)
             self._shared.meter.add_link_time(state.link_s, turn=self.schedule.total_steps)
+        self._shared.fixed.compare(reading.fixed, reading.weight)
         if self.index == 0:
             self._shared.on_reading(reading, round_number)
 
@@ -409,12 +410,13 @@ class Fragment:
             found += reading.tell_outlying(what, round_number=round_number)
         self._shared.meter.left_out_payloads += found
 
-    def _work_hash(self, round_number: int) -> int:
-        """Return a hash of the first payload; 0 later, and where it is all zeros."""
-        payloads = [group.payload for group in self.groups]
-        if round_number or self.index:
-            return 0
-        return replica_hash(payloads) if any(bool(p.any()) for p in payloads) else 0
+    def _work_hashes(self, round_number: int) -> dict[str, float]:
+        """Return hashes of the first payload by the optimizers' groups; 0 where it is all zeros."""
+        parts: dict[str, list[torch.Tensor]] = {}
+        for group in self.groups if round_number == 0 else ():
+            for tensor, view in zip(group.tensors, group.shaped(group.payload), strict=True):
+                parts.setdefault(f"work_{self._shared.group_of(tensor) % 4}", []).append(view)
+        return {name: float(payload_hash(views)) for name, views in parts.items()}
 
     def _norm(self, weight: float) -> float:
         """Return the norm of this worker's payload per weight."""
@@ -593,7 +595,7 @@ class Fragment:
             anchor_hash=anchor_hash,
             step_s=step_s,
             non_finite=non_finite,
-            work=float(self._work_hash(round_number)) if weight else 0.0,
+            **(self._work_hashes(round_number) if weight else {}),
         )
 
     def _first_non_finite(self) -> int:
@@ -634,6 +636,7 @@ class Fragment:
             step_s=step_s,
             all_reduce_s=state.last_all_reduce_s,
             pending=shared.pending() if self.index == 0 else 0.0,
+            fixed=shared.fixed.digest(round_number) if self.index == 0 else 0.0,
             non_finite=float(non_finite),
             frozen=self._frozen.announced(),
             **seen,
@@ -693,5 +696,5 @@ class Fragment:
 
 
 def _is_known(key: str, state: dict[str, Any]) -> bool:
-    """Return whether a buffer belongs to what a peer hands over: no sum that is only launched."""
+    """Return whether a peer hands a buffer over: no sum that is only launched."""
     return is_shared(key) and (key != "payload" or "in_flight" in state)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._shards import local_tensor, memory_of
@@ -34,6 +35,47 @@ def as_optimizers(
         message = "optimizer is an empty list"
         raise ConfigurationError(message, hint="pass the optimizers that train the model")
     return several
+
+
+def group_of(optimizers: Iterable[torch.optim.Optimizer], parameter: torch.Tensor) -> int:
+    """Return the number of the group that has a parameter, over all optimizers; 0 for none."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    has = (any(parameter is p for p in group["params"]) for group in groups)
+    return next((number for number, found in enumerate(has) if found), 0)
+
+
+def require_local(
+    model: torch.nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    others: Container[int],
+) -> None:
+    """Refuse modules and optimizers that communicate with ranks of other workers by themselves.
+
+    Args:
+        model: The model, whose modules may be wrapped in DistributedDataParallel.
+        optimizers: The inner optimizers, which may be sharded ones.
+        others: The ranks of other workers.
+
+    Raises:
+        ConfigurationError: Names the module or the optimizer.
+    """
+    parallel = torch.nn.parallel.DistributedDataParallel
+    found: list[tuple[str, Any]] = [
+        (f"{name or 'the model'} is wrapped in DistributedDataParallel", module.process_group)
+        for name, module in model.named_modules()
+        if isinstance(module, parallel)
+    ]
+    for optimizer in optimizers:
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            what = "ZeroRedundancyOptimizer sends its part of the parameters to all ranks"
+            found.append((what, getattr(optimizer, "process_group", None)))
+    for what, group in found:
+        ranks = dist.get_process_group_ranks(group) if group is not None else []
+        if any(rank in others for rank in ranks):
+            message = f"{what}, over ranks {ranks}, at every step"
+            hint = "take the wrapper or the sharding away, or give it the ranks of one worker alone"
+            raise ConfigurationError(message, hint=hint)
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -67,13 +109,17 @@ _INSTEAD = (
 
 
 def require_moved(
-    optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]
+    optimizers: Iterable[torch.optim.Optimizer],
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    left_out: Container[str] = (),
 ) -> None:
     """Refuse optimizers that train something else than the model's parameters, or not all of them.
 
     Args:
         optimizers: The inner optimizers.
         parameters: All of the model's parameters by name.
+        left_out: Names of those that each rank keeps for itself.
 
     Raises:
         ConfigurationError: Names what would stay different on every rank.
@@ -89,9 +135,12 @@ def require_moved(
     held = {id(p): p for group in groups for p in group["params"]}
     # Of two parameters over one memory one is enough.
     trained = {_identity(p) for p in held.values()}
-    left_out = [n for n, p in parameters.items() if p.requires_grad and _identity(p) not in trained]
-    if left_out:
-        message = f"{_few(left_out)} of the model's trainable parameters are in no optimizer"
+    wanted = {n: p for n, p in parameters.items() if p.requires_grad and n not in left_out}
+    if not wanted:
+        return  # which is refused in words of its own
+    idle = [name for name, p in wanted.items() if _identity(p) not in trained]
+    if idle:
+        message = f"{_few(idle)} of the model's trainable parameters are in no optimizer"
         hint = (
             "give the optimizers the model's own parameters (not float32 copies of them, and made "
             "after fully_shard), or set requires_grad=False"
@@ -135,7 +184,7 @@ class WeightWatch:
         """
         for index, optimizer in enumerate(self._optimizers):
             entries = optimizer.state
-            last = next(reversed(entries.values()), {}) if entries else {}
+            last: Mapping[str, Any] = next(reversed(entries.values()), {}) if entries else {}
             seen = len(entries), tuple(last)
             if seen != self._seen[index]:
                 self._seen[index] = seen

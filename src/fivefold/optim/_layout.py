@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientFragment
@@ -72,8 +73,9 @@ def carries_rest(rule: OuterRule) -> bool:
 def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the trainable parameters by name, each piece of memory once."""
     found: dict[object, tuple[str, torch.Tensor]] = {}
+    out = left_out(model)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and name not in out:
             found.setdefault(memory_of(parameter) or id(parameter), (name, parameter))
     return dict(found.values())
 
@@ -191,7 +193,7 @@ def averaged_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Those of 8 bits are tables of values that no mean can be written into.
     """
-    kept = set(model.state_dict(keep_vars=True))
+    kept = set(model.state_dict(keep_vars=True)) - left_out(model)
     found: dict[object, tuple[str, torch.Tensor]] = {}
     for name, buffer in model.named_buffers():
         if name in kept and buffer.is_floating_point() and buffer.element_size() > 1:
@@ -200,11 +202,33 @@ def averaged_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(each for place, each in found.items() if place not in of_parameters)
 
 
-def fixed_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the frozen parameters and the buffers that are not averaged."""
-    averaged = set(averaged_buffers(model).values())
-    frozen = [p for p in dict.fromkeys(model.parameters()) if not p.requires_grad]
-    return [*frozen, *(b for b in dict.fromkeys(model.buffers()) if b not in averaged)]
+def fixed_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the frozen parameters and the buffers that are not averaged, by name."""
+    out, averaged = left_out(model), set(map(id, averaged_buffers(model).values()))
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    others = {n: b for n, b in model.named_buffers() if id(b) not in averaged}
+    return {name: tensor for name, tensor in (frozen | others).items() if name not in out}
+
+
+_OF_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+def left_out(model: torch.nn.Module) -> set[str]:
+    """Return the names of what each rank keeps for itself."""
+    return set(getattr(model, _OF_DDP, ()))
+
+
+def leave_out(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Add names to the list of what each rank keeps for itself, which is the model's."""
+    if not names:
+        return
+    known = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    strange = sorted(set(names) - known)
+    if isinstance(names, str) or strange:
+        message = f"ignore names {names if isinstance(names, str) else strange[0]!r}"
+        hint = "give a list of names as model.named_parameters() and named_buffers() have them"
+        raise ConfigurationError(f"{message}, which the model has not", hint=hint)
+    setattr(model, _OF_DDP, sorted(left_out(model) | set(names)))
 
 
 _ELEMENT_BYTES = 4  # the outer state is float32 for parameters of at most 32 bits
@@ -291,7 +315,8 @@ def find_worker(
     if isinstance(rule.penalty, GapPenalty) and plain and len(plain) < len(parameters):
         message = f"the gap penalty needs norms, but {plain[0]} is not sharded as the others are"
         raise ConfigurationError(message, hint='shard all, or use staleness="none"')
-    worker.broadcast([*model.parameters(), *model.buffers()])
+    out, named = left_out(model), itertools.chain(model.named_parameters(), model.named_buffers())
+    worker.broadcast([tensor for name, tensor in named if name not in out])
     return worker
 
 
@@ -322,6 +347,7 @@ def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...],
     return [
         (name, tuple(local_tensor(p).shape), str(p.dtype), kinds[p.requires_grad])
         for name, p in model.named_parameters()
+        if name not in left_out(model)
     ]
 
 
@@ -388,9 +414,12 @@ def require_usable(
 def _require_readable(model: torch.nn.Module) -> None:
     """Refuse tensors that have no elements to send, or whose elements are others' too."""
     ends: dict[object, list[tuple[int, int, str]]] = {}
+    out = left_out(model)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name in out:
+            continue
         kind = type(tensor).__name__
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             hint = "run one forward pass before OuterSync is made"
             raise ConfigurationError(f"{name} has no shape yet ({kind})", hint=hint)
         local = local_tensor(tensor)

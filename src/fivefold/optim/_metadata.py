@@ -39,8 +39,13 @@ class MetadataReading:
     norm: list[float]
     # How many times the usual norm that is, where it was left out for this; else 0.
     outlying: list[float]
-    # Hash of each rank's first payload, which differs where ranks train apart; else 0.
-    work: list[float]
+    # Hashes of each rank's first payload, which differ where ranks train apart, of the parameters
+    # of the optimizers' groups 0, 4, 8, ..., of 1, 5, ..., and so on; else 0.
+    work_0: list[float]
+    work_1: list[float]
+    work_2: list[float]
+    work_3: list[float]
+    fixed: list[float]  # digest of each rank's fixed tensors; 0 where none was taken
 
     @property
     def total_weight(self) -> float:
@@ -95,13 +100,21 @@ class MetadataReading:
 
     def tell_same_work(self) -> None:
         """Warn where gradients are averaged beside the engine: then all ranks do the same steps."""
-        found = {h for h, weight in zip(self.work, self.weight, strict=True) if weight}
-        if sum(map(bool, self.work)) > 1 and len(found) == 1:
+        together = apart = 0
+        for hashes in (self.work_0, self.work_1, self.work_2, self.work_3):
+            taken = [h for h, weight in zip(hashes, self.weight, strict=True) if weight]
+            if sum(map(bool, taken)) > 1:
+                together += len(set(taken)) == 1
+                apart += len(set(taken)) > 1
+        if together:
             _LOG.warning(
-                "all ranks sent the same pseudo-gradient in the first round: gradients are already "
-                "averaged by something else, or all ranks read the same data. Take away "
+                "all ranks sent the same pseudo-gradient in the first round%s: gradients are "
+                "already averaged by something else, an optimizer shares its work out over the "
+                "ranks (ZeRO, a distributed Muon), or all ranks read the same data. Take away "
                 "DistributedDataParallel (integrations.disable_ddp, use_outer_sync, "
-                "lightning_strategy), and give each rank data of its own (DistributedSampler)"
+                "lightning_strategy), take an optimizer that does not communicate (MuonAdamW), and "
+                "give each rank data of its own (DistributedSampler)",
+                " for some of the optimizers' groups" if apart else "",
             )
 
     @classmethod
@@ -161,6 +174,11 @@ def replica_hash(tensors: Sequence[torch.Tensor]) -> int:
         plain = (plain * 31 + int(sums.sum()) + index) % _MODULUS
         weighted = (weighted * 31 + int((sums * weights % _MODULUS).sum()) + index) % _MODULUS
     return plain * (1 << 26) + weighted
+
+
+def payload_hash(parts: Sequence[torch.Tensor]) -> int:
+    """Hash the parts of a payload; 0 where they are all zeros."""
+    return replica_hash(parts) if any(bool(part.any()) for part in parts) else 0
 
 
 def _column_sums(bits: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._fixed import FixedWatch
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._shards import WorkerGroup
@@ -144,6 +145,8 @@ class EngineContext:
     # What this rank would adopt, for the metadata; see ``LateParameters``.
     pending: Callable[[], float]
     names: Callable[[], dict[int, str]]  # of the model's tensors, by their identity
+    group_of: Callable[[torch.Tensor], int]  # number of the optimizers' group that has a parameter
+    fixed: FixedWatch  # compares what no round moves
     on_non_finite: Callable[[], None]  # told that this worker's own numbers are not finite
     # Told each metadata of the first fragment that arrived, with its round.
     on_reading: Callable[[MetadataReading, int], None]

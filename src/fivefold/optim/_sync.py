@@ -10,6 +10,7 @@ References:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -21,12 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.errors import ConfigurationError
 from fivefold.optim._automatic_round import automatic_round
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
+from fivefold.optim._fixed import FixedWatch
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._inner_optimizers import (
     WeightWatch,
     as_optimizers,
     forget_nonsense,
     forget_steps,
+    group_of,
+    require_local,
     require_moved,
 )
 from fivefold.optim._layout import (
@@ -34,6 +38,8 @@ from fivefold.optim._layout import (
     find_worker,
     fixed_tensors,
     late_fragment,
+    leave_out,
+    left_out,
     make_fragments,
     may_lose,
     parameter_shapes,
@@ -115,6 +121,9 @@ class OuterSync:
             all ranks and the last rounds is left out of its round as one that is not finite is; a
             warning names rank and round on all ranks. None for no such check (the default); it
             begins after 8 rounds, and 10 is a cautious value.
+        ignore: Names of parameters and buffers that each rank keeps for itself, beside those of the
+            model's list for DistributedDataParallel (``_ddp_params_and_buffers_to_ignore``), to
+            which they are added: neither sent at the start nor brought together.
         transport: What moves the sums; None for ``torch.distributed``. For tests and other
             backends.
 
@@ -158,8 +167,10 @@ class OuterSync:
         timeout_s: float = 600.0,
         check_every_rounds: int = 16,
         outlier_factor: float | None = None,
+        ignore: Sequence[str] = (),
         transport: Transport | None = None,
     ) -> None:
+        leave_out(model, ignore)
         self._optimizers = as_optimizers(optimizer)
         self._make_states_late = [not any(each.state.values()) for each in self._optimizers]
         require_usable(
@@ -171,7 +182,8 @@ class OuterSync:
             outlier_factor=outlier_factor,
         )
         reshard(model)
-        require_moved(self._optimizers, dict(model.named_parameters()))
+        named = dict(model.named_parameters())
+        require_moved(self._optimizers, named, left_out=left_out(model))
         self._weights = WeightWatch(self._optimizers)
         self._weights.look()
         self._model = model
@@ -188,6 +200,7 @@ class OuterSync:
         self._steps = 0
         self._weighted: bool | None = None
         self._late = LateParameters(model)
+        self._fixed = FixedWatch(fixed_tensors(model), every_rounds=check_every_rounds)
         self._adopting = False
         self._context = self._make_context(
             shard_group,
@@ -207,6 +220,7 @@ class OuterSync:
             self._optimizers,
             context=self._context,
             may_lose=may_lose(self._transport),
+            leaves_out=bool(left_out(model)),
         )
         self._averaged_states = dict(sorted((average_states or {}).items()))
         self._start_equal(model)
@@ -219,6 +233,9 @@ class OuterSync:
         timeout_s: float,
         **options: Any,
     ) -> EngineContext:
+        ranks: Sequence[int] = getattr(self._transport, "global_ranks", ())
+        others = [rank for place, rank in enumerate(ranks) if place != self._transport.rank]
+        require_local(self._model, self._optimizers, others=others)
         worker = find_worker(
             self._model,
             shard_group,
@@ -236,6 +253,8 @@ class OuterSync:
             worker=worker,
             pending=lambda: self._late.announced,
             names=lambda: _names(self._model),
+            group_of=functools.partial(group_of, self._optimizers),
+            fixed=self._fixed,
             on_non_finite=self._begin_again,
             on_reading=self._read,
             **options,
@@ -456,10 +475,8 @@ class OuterSync:
         """
         require_same(state, self._settings())
         if state["place"] != self._place:
-            message = (
-                f"this is the state of place {state['place']} in its worker, not {self._place}"
-            )
-            hint = "load each rank's own, or use sharded_state_dict() for other layouts"
+            message = f"this is the state of another place in its worker, {state['place']}"
+            hint = f"load that of place {self._place}, or use sharded_state_dict()"
             raise ConfigurationError(message, hint=hint)
         stranger = self._is_anothers(state)
         self._look_for_late()  # and follow parameters that the model's loader replaced
@@ -492,7 +509,7 @@ class OuterSync:
                 "without the local steps since the last launch. Save and load sync.state_dict() "
                 "on every rank to resume bit for bit", strangers, len(found),
             )  # fmt: skip
-        return strangers > 0
+        return bool(strangers)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the state by parameter, for ``torch.distributed.checkpoint``; collective.
@@ -533,7 +550,7 @@ class OuterSync:
 
         For transports whose membership changes; called from within a launch, or before the first.
         """
-        frozen = [t.detach() for t in fixed_tensors(self._model)]
+        frozen = [t.detach() for t in fixed_tensors(self._model).values()]
         launching = [f.launching for f in self._fragments if f.launching is not None]
         if not launching:
             for fragment in self._fragments:
@@ -560,8 +577,10 @@ class OuterSync:
         require_same(state, self._settings())
         self._steps, self._weighted = state["steps"], None
         with torch.no_grad():
-            for mine, theirs in zip(fixed_tensors(self._model), state["fixed"], strict=True):
+            fixed = fixed_tensors(self._model).values()
+            for mine, theirs in zip(fixed, state["fixed"], strict=True):
                 mine.copy_(theirs)
+        self._fixed.begin()
         for fragment in self._fragments:
             fragment.load_shared(state["fragments"][str(fragment.index)])
         if self._tau is not None:
@@ -594,8 +613,9 @@ class OuterSync:
 
     def _require_open(self) -> None:
         if self._closed:
+            hint = "call close() after the last step"
             message = "this OuterSync has been closed"
-            raise ConfigurationError(message, hint="call close() after the last step, or make one")
+            raise ConfigurationError(message, hint=hint)
 
     def _most_fragments(self) -> int:
         """Return the parts in which this model may be sent."""
@@ -653,12 +673,13 @@ class OuterSync:
             "average_states": self._averaged_states,
         }
         anchors = [anchor for fragment in self._all_fragments() for anchor in fragment.anchors]
-        fixed = [local_tensor(tensor) for tensor in fixed_tensors(model)]
+        fixed = [local_tensor(tensor) for tensor in fixed_tensors(model).values()]
         for key, tensors in (("set of averaged tensors", anchors), ("set of fixed tensors", fixed)):
             mine[key] = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
         require_equal_settings(self._transport, mine)
         require_same_shares(self._transport, model)
         self._transport.broadcast([*anchors, *fixed])
+        self._fixed.begin()
         for fragment in self._all_fragments():
             fragment.begin()
 
