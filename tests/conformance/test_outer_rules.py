@@ -568,7 +568,7 @@ def test_resume_with_another_number_of_workers_goes_on_from_the_anchor(rule):
     "rule",
     [
         LocalSGD(tau=3),
-        DelayCorrected(tau=3),
+        DelayCorrected(tau=3, fragments=1),
         CO2(tau=3, outer_lr=1.0, outer_momentum=0.0, staleness="none", clip=None),
     ],
 )

@@ -23,7 +23,7 @@ RULES = {
     "slowmo": optim.SlowMo(tau=3),
     "local-sgd": optim.LocalSGD(tau=2),
     "diloco": optim.DiLoCo(tau=2, outer_momentum=0.5),
-    "delay-corrected": optim.DelayCorrected(tau=3),
+    "delay-corrected": optim.DelayCorrected(tau=3, fragments=1),
     "delayed-gradients": optim.DelayedGradients(),
     "delayed-gradients-ahead": optim.DelayedGradients(
         max_norm=0.5, extrapolation=1.0, ramp_steps=3

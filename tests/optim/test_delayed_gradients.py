@@ -192,7 +192,8 @@ def test_a_rank_whose_parameters_are_damaged_is_named():
             optimizer.step()
             sync.step()
 
-    with pytest.raises(ReplicaMismatchError, match=r"rank\(s\) 1 differ"):
+    told = r"rank\(s\) 1 differ from rank 0, in 1; likely, in this order: the optimizers step diff"
+    with pytest.raises(ReplicaMismatchError, match=told):
         run_world(2, work)
 
 

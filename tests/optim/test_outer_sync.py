@@ -72,7 +72,7 @@ def test_every_local_step_enters_the_average_exactly_once(tau, steps, world_size
     rule = {
         "co2": optim.CO2(**plain, staleness="none"),
         "local_sgd": optim.LocalSGD(tau=tau),
-        "delay_corrected": optim.DelayCorrected(tau=tau),
+        "delay_corrected": optim.DelayCorrected(tau=tau, fragments=1),
     }[kind]
 
     def work(transport):
@@ -268,7 +268,7 @@ def test_statistics_go_on_from_those_that_were_saved():
         (optim.CO2(tau=2, outer_momentum=0.0), 8),
         (optim.SlowMo(tau=2), 12),
         (optim.LocalSGD(tau=2), 8),
-        (optim.DelayCorrected(tau=2), 12),
+        (optim.DelayCorrected(tau=2, fragments=1), 12),
         (optim.OverlapLocalSGD(tau=2), 12),
         (optim.EagerDiLoCo(tau=2), 24),
         (optim.EagerDiLoCo(tau=2, outer_momentum=0.0), 16),
@@ -316,7 +316,7 @@ def test_warning_at_the_stability_limit_names_the_limit(setting, limit):
         optim.CO2(tau=1, outer_lr=0.79, outer_momentum=0.2, staleness="none"),
         optim.CO2(tau=1, outer_lr=0.9, outer_momentum=0.2, staleness="constant:2"),
         optim.SlowMo(tau=1, outer_lr=1.0, outer_momentum=0.9),
-        optim.DelayCorrected(tau=1),
+        optim.DelayCorrected(tau=1, fragments=1),
     ],
 )
 def test_no_warning_below_the_limit(rule):
@@ -459,7 +459,7 @@ def test_a_state_is_the_same_whether_the_model_is_compiled_or_not():
             model = torch.compile(model, backend="eager") if how == "whole" else model
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             sync = optim.OuterSync(
-                model, optimizer, rule=optim.DelayCorrected(tau=2), transport=transport
+                model, optimizer, rule=optim.DelayCorrected(tau=2, fragments=1), transport=transport
             )
             if found:
                 sync.load_state_dict(found[0])

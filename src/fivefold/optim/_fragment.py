@@ -7,6 +7,7 @@ outer step. Live parameters are touched on the training thread only, at boundari
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coeffic
 from fivefold.optim._metadata import (
     Metadata,
     MetadataReading,
+    names_apart,
     payload_hash,
     replica_hash,
     require_equal,
@@ -42,12 +44,11 @@ _THE_SAME = "resume with the model that was saved, the same parameters trainable
 
 OF_OPTIMIZER = "outer_optimizer."
 """What the names of an outer optimizer's own tensors begin with."""
-_EQUAL = ("anchor", "momentum")  # on all workers, between boundaries
 
 
 def is_shared(key: str) -> bool:
     """Return whether a buffer is equal on all workers once an all-reduce has landed."""
-    return key in (*_EQUAL, "payload") or key.startswith(OF_OPTIMIZER)
+    return key in ("anchor", "momentum", "payload") or key.startswith(OF_OPTIMIZER)
 
 
 class Fragment:
@@ -67,8 +68,7 @@ class Fragment:
         self.averaged = averaged
         self.schedule = schedule
         self.launching: int | None = None
-        self._frozen = FrozenTensors(groups)
-        self._shared = context
+        self._frozen, self._shared = FrozenTensors(groups), context
         self._state = OuterState(own_share=1.0 / context.transport.world_size)
         self._in_flight: InAllReduce | None = None
         self._round_began_s: float | None = None
@@ -207,8 +207,7 @@ class Fragment:
                     )
                     raise ConfigurationError(message, hint=_THE_SAME)
                 buffer.copy_(found)
-        gone = sorted(saved.keys() - mine.keys())
-        if gone:
+        if gone := sorted(saved.keys() - mine.keys()):
             message = f"the saved outer state has {gone[0]}, which this model does not train"
             raise ConfigurationError(message, hint=_THE_SAME)
 
@@ -256,8 +255,7 @@ class Fragment:
         self._exact = boundary.exact
         self._finish_compute()
         started_s = time.perf_counter()
-        meter = self._shared.meter
-        waited_before_s = meter.exposed_wait_s
+        waited_before_s = (meter := self._shared.meter).exposed_wait_s
         landed = self._arrive() if boundary.arriving_round is not None else None
         launched, waits = boundary.launched_round, boundary.wait_for_launched
         if boundary.drains and launched is None and landed is not None and not landed.arrived:
@@ -292,8 +290,8 @@ class Fragment:
             if not lost:
                 return
             self._launch(landed.round, anchor_hash=0, step_s=0.0)
-        message = f"round {landed.round} was lost {_MOST_ATTEMPTS} times in a row"
         hint = "look at the network between the workers; start again from the last checkpoint"
+        message = f"round {landed.round} was lost {_MOST_ATTEMPTS} times in a row"
         raise CommunicationError(message, hint=hint)
 
     def _weight_after(self, landed: InAllReduce, *, has_steps: bool) -> float | None:
@@ -382,18 +380,20 @@ class Fragment:
         """Take in what all ranks wrote; raise or warn where it tells of trouble."""
         state, rank = self._state, self._shared.transport.rank
         self._tell_left_out(reading, round_number=round_number)
-        if rank == 0:
+        if rank == 0 and round_number == 0:
             reading.tell_same_work()
         reading.require_weights_alike()
         # Those whose payload was left out too; empty slots and newcomers have neither.
-        there = zip(reading.hash, reading.weight, strict=True)
-        hashes = {slot: int(h) for slot, (h, weight) in enumerate(there) if h or weight}
-        require_equal(hashes, round_number=round_number)
+        there = enumerate(zip(reading.hash, reading.weight, strict=True))
+        hashes = {slot: int(h) for slot, (h, weight) in there if h or weight}
+        gather = self._shared.transport.gather_objects
+        apart = functools.partial(names_apart, self.names, self.groups, gather)
+        alone = self._shared.rule.merge == "gradients"
+        require_equal(hashes, round_number=round_number, apart=apart, of_gradients=alone)
         if reading.total_weight:
             own = reading.weight[rank] if reading.fits(self._shared.transport.world_size) else 0.0
             state.own_share = own / reading.total_weight
-        flown = [time_s for time_s in reading.all_reduce_s if time_s > 0]
-        if flown:
+        if flown := [time_s for time_s in reading.all_reduce_s if time_s > 0]:
             state.link_s = min(flown)
             self._shared.meter.add_link_time(state.link_s, turn=self.schedule.total_steps)
         self._shared.fixed.compare(reading.fixed, reading.weight)
@@ -462,7 +462,7 @@ class Fragment:
             arrived = bool(handle.wait())
             self._metadata.fetch()
             landed = self._side.record_event()
-        # Polled, since NCCL reports no failure here: a wait for the stream would have no end.
+        # Polled: NCCL reports no failure here, and a wait for the stream would have no end.
         deadline_s = time.monotonic() + self._shared.timeout_s
         while not landed.query():
             if time.monotonic() > deadline_s:
@@ -498,13 +498,13 @@ class Fragment:
         if self._exact:
             self._state.gap = 1.0
             return mean
-        in_lr_units = shared.rule.units == "lr"
+        by_lr = shared.rule.units == "lr"
         return outer_coefficients(
             shared.rule,
             self._state,
             reading=reading,
-            send_unit=all_reduce.unit if in_lr_units else 1.0,
-            step_unit=self._inner_lr() if in_lr_units else 1.0,
+            send_unit=all_reduce.unit if by_lr else 1.0,
+            step_unit=self._inner_lr() if by_lr else 1.0,
             elements=sum(group.anchor.numel() for group in self.groups),
             shard_sum=list if shared.worker is None else shared.worker.sum_shards,
         )
@@ -575,8 +575,7 @@ class Fragment:
         non_finite = self._first_non_finite()
         if non_finite:  # as if this worker had done nothing
             weight = 0.0
-            self._clear_payloads()
-            self._shared.on_non_finite()
+            self._leave_out()
         non_finite = non_finite or self._untold
         self._untold = 0
         norm = outlying = 0.0
@@ -585,8 +584,7 @@ class Fragment:
             times = self._state.times_the_usual(norm)
             if times > self._shared.outlier_factor:
                 outlying, weight = times, 0.0
-                self._clear_payloads()
-                self._shared.on_non_finite()
+                self._leave_out()
         self._send(
             round_number,
             weight=weight,
@@ -610,6 +608,10 @@ class Fragment:
             numbers = [int(number) for (number,) in worker.gather([float(found)]) if number]
             found = min(numbers, default=0)
         return found
+
+    def _leave_out(self) -> None:
+        self._clear_payloads()
+        self._shared.on_non_finite()
 
     def _clear_payloads(self) -> None:
         for payload in self._payloads():
@@ -643,8 +645,8 @@ class Fragment:
         )
         state.last_delta = 0.0  # each norm travels once
         part = "" if self.index == 0 else f" of fragment {self.index}"
-        step = self.schedule.total_steps
-        what = f"the all-reduce of round {round_number}{part} (launched after step {step})"
+        step = f"launched after step {self.schedule.total_steps}"
+        what = f"the all-reduce of round {round_number}{part} ({step})"
         unit = self._inner_lr()
         self.launching = round_number
         try:

@@ -44,6 +44,35 @@ def group_of(optimizers: Iterable[torch.optim.Optimizer], parameter: torch.Tenso
     return next((number for number, found in enumerate(has) if found), 0)
 
 
+_WAYS = {"params", "foreach", "fused", "capturable", "differentiable"}  # to the same numbers
+
+
+def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[object, ...]]:
+    """Return what the ranks must have alike: kinds, numbers of parameters and settings."""
+    found: list[tuple[object, ...]] = []
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            kind = type(optimizer).__name__
+            found.append((kind, f"group {number}", "parameters", len(group["params"])))
+            found += [
+                (kind, f"group {number}", key, float(value) if _is_number(value) else value)
+                for key, value in sorted(group.items())
+                if key not in _WAYS and _is_plain(value)
+            ]
+    return found
+
+
+def _is_number(value: object) -> bool:
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return one or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, str)) or _is_number(value)
+
+
 def require_local(
     model: torch.nn.Module,
     optimizers: Iterable[torch.optim.Optimizer],
@@ -110,7 +139,7 @@ _INSTEAD = (
 
 def require_moved(
     optimizers: Iterable[torch.optim.Optimizer],
-    parameters: Mapping[str, torch.Tensor],
+    model: torch.nn.Module,
     *,
     left_out: Container[str] = (),
 ) -> None:
@@ -118,13 +147,13 @@ def require_moved(
 
     Args:
         optimizers: The inner optimizers.
-        parameters: All of the model's parameters by name.
+        model: What they are to train.
         left_out: Names of those that each rank keeps for itself.
 
     Raises:
         ConfigurationError: Names what would stay different on every rank.
     """
-    optimizers = list(optimizers)
+    optimizers, parameters = list(optimizers), dict(model.named_parameters())
     for optimizer in optimizers:
         for kind in type(optimizer).__mro__:
             if kind.__name__ in _HOLDS_WEIGHTS:

@@ -286,7 +286,9 @@ def may_lose(transport: Transport) -> bool:
 def rule_for(rule: OuterRule, model: torch.nn.Module, transport: Transport) -> OuterRule:
     """Return the rule with what it leaves to the model and the transport: its fragments."""
     parameters = trainable(model).values()
-    num_bytes = 0 if may_lose(transport) else sum(p.nbytes for p in parameters)
+    num_bytes = None if rule.auto_tau is None else sum(p.nbytes for p in parameters)
+    if may_lose(transport):
+        num_bytes = 0  # workers that come and go take part in launches of the whole
     return rule.for_model(most_fragments(tensors=len(parameters), num_bytes=num_bytes))
 
 

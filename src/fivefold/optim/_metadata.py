@@ -6,10 +6,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from fivefold.errors import ConfigurationError, NonFiniteError, ReplicaMismatchError
+from fivefold.optim._flat import FlatGroup
 from fivefold.optim._update import Number
 
 _LOG = logging.getLogger(__name__)
@@ -193,20 +195,61 @@ def _column_sums(bits: torch.Tensor) -> torch.Tensor:
     return sums.remainder_(_MODULUS)
 
 
-def require_equal(hashes: Mapping[int, int], *, round_number: int) -> None:
-    """Check that all ranks sent the same hash of their anchors."""
+def require_equal(
+    hashes: Mapping[int, int],
+    *,
+    round_number: int,
+    apart: Callable[[], str] = str,
+    of_gradients: bool = False,
+) -> None:
+    """Check that all ranks sent the same hash of their anchors.
+
+    Args:
+        hashes: Hash by rank.
+        round_number: The round with which they came.
+        apart: Finds the names of what differs, where all ranks ask.
+        of_gradients: Whether every rank takes the optimizer's step for itself.
+
+    Raises:
+        ReplicaMismatchError: Names the ranks and the tensors that differ.
+    """
     majority, different = _minority(hashes)
     if different:
         first = next(rank for rank, value in hashes.items() if value == majority)
         message = (
             f"the replicas' anchors differ at round {round_number}: rank(s) "
-            f"{', '.join(map(str, different))} differ from rank {first}"
+            f"{', '.join(map(str, different))} differ from rank {first}{apart()}"
         )
-        hint = (
-            "something changed the outer state or the reduced values on those ranks (memory fault, "
-            "mixed library versions, a write into the anchor); restart from the last checkpoint"
-        )
+        causes = [
+            "something wrote into parameters or the outer state on some ranks only",
+            "ranks have processors or library versions that round differently",
+            "a fault of memory",
+        ]
+        if of_gradients:
+            step = (
+                "the optimizers step differently: another learning rate or schedule, a step that "
+                "is skipped, or one that hooks take, on some ranks only"
+            )
+            causes.insert(0, step)
+        hint = f"likely, in this order: {'; '.join(causes)}. Restart from the last checkpoint"
         raise ReplicaMismatchError(message, hint=hint)
+
+
+def names_apart(
+    names: Callable[[], list[str]],
+    groups: Sequence[FlatGroup],
+    gather: Callable[[Any], list[Any]],
+) -> str:
+    """Return which tensors' anchors are not equal on all ranks; all ranks ask at once."""
+    views = (view for group in groups for view in group.shaped(group.anchor))
+    tables = gather([replica_hash([view]) for view in views])
+    found = [
+        name
+        for name, *hashes in zip(names(), *tables, strict=False)  # names go on with buffers
+        if len(set(hashes)) > 1
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f", in {', '.join(found[:3])}{more}" if found else ""
 
 
 def require_equal_inside(hashes: Mapping[int, int], *, round_number: int) -> None:

@@ -30,6 +30,7 @@ from fivefold.optim._inner_optimizers import (
     forget_nonsense,
     forget_steps,
     group_of,
+    optimizer_settings,
     require_local,
     require_moved,
 )
@@ -182,8 +183,7 @@ class OuterSync:
             outlier_factor=outlier_factor,
         )
         reshard(model)
-        named = dict(model.named_parameters())
-        require_moved(self._optimizers, named, left_out=left_out(model))
+        require_moved(self._optimizers, model, left_out=left_out(model))
         self._weights = WeightWatch(self._optimizers)
         self._weights.look()
         self._model = model
@@ -666,6 +666,7 @@ class OuterSync:
         mine: dict[str, Any] = {
             "rule": plain_settings(self._rule),
             "parameters": parameter_shapes(model),
+            "optimizer": optimizer_settings(self._optimizers),
             "codec": wire_format(self._transport),
             "check": self._context.check_every_rounds,
             "outlier_factor": self._context.outlier_factor,
