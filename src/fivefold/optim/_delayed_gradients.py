@@ -154,7 +154,7 @@ class GradientFragment(Fragment):
         if weight != 1.0:
             for group in self.groups:
                 group.payload.mul_(weight)
-        self._frozen.hold(send=send)
+        self._frozen.hold(None, send=send)
         task = MergeTask(
             rule=rule, coefficients=coefficients, send=send, settles=settles, weight=weight
         )

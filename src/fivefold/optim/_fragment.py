@@ -32,7 +32,13 @@ from fivefold.optim._metadata import (
 from fivefold.optim._outer_optimizer import OuterOptimizer, OuterOptimizerStep
 from fivefold.optim._schedule import Boundary, RoundSchedule
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import EngineContext, InAllReduce, OuterState
+from fivefold.optim._state import (
+    OF_OPTIMIZER,
+    EngineContext,
+    InAllReduce,
+    OuterState,
+    is_handed_over,
+)
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
 from fivefold.optim.statistics import AllReduceRecord
 
@@ -41,14 +47,6 @@ _MOST_ATTEMPTS = 16
 _POLL_S = 0.0005
 
 _THE_SAME = "resume with the model that was saved, the same parameters trainable; freeze them then"
-
-OF_OPTIMIZER = "outer_optimizer."
-"""What the names of an outer optimizer's own tensors begin with."""
-
-
-def is_shared(key: str) -> bool:
-    """Return whether a buffer is equal on all workers once an all-reduce has landed."""
-    return key in ("anchor", "momentum", "payload") or key.startswith(OF_OPTIMIZER)
 
 
 class Fragment:
@@ -162,7 +160,7 @@ class Fragment:
         if self.launching is not None:
             del state["in_flight"]
         state["tensors"] = {
-            name: {key: value for key, value in entries.items() if _is_known(key, state)}
+            name: {key: value for key, value in entries.items() if is_handed_over(key, state)}
             for name, entries in state["tensors"].items()
         }
         return state
@@ -172,10 +170,17 @@ class Fragment:
         self._load_buffers(self._buffers(), state["tensors"])
         self._load_numbers(state)
 
+    def begin_with(
+        self, tensors: dict[str, dict[str, Any]], *, total_steps: int, weight: float | None
+    ) -> None:
+        """Begin rounds of another shape with saved buffers, of which nothing is in flight."""
+        self._load_buffers(self._buffers(), {name: tensors.get(name, {}) for name in self.names()})
+        self.schedule.total_steps, self._state.weight = total_steps, weight
+
     def load_shared(self, state: dict[str, Any]) -> None:
         """Stand where the workers stand in their round, at the anchor, with nothing of its own."""
         mine = {
-            name: {key: buffer for key, buffer in entries.items() if _is_known(key, state)}
+            name: {key: buffer for key, buffer in entries.items() if is_handed_over(key, state)}
             for name, entries in self._buffers().items()
         }
         self._load_buffers(mine, state["tensors"])
@@ -386,8 +391,7 @@ class Fragment:
         # Those whose payload was left out too; empty slots and newcomers have neither.
         there = enumerate(zip(reading.hash, reading.weight, strict=True))
         hashes = {slot: int(h) for slot, (h, weight) in there if h or weight}
-        gather = self._shared.transport.gather_objects
-        apart = functools.partial(names_apart, self.names, self.groups, gather)
+        apart = functools.partial(names_apart, self.names, self.groups, self._shared.transport)
         alone = self._shared.rule.merge == "gradients"
         require_equal(hashes, round_number=round_number, apart=apart, of_gradients=alone)
         if reading.total_weight:
@@ -534,9 +538,8 @@ class Fragment:
                 self._optimizer.step()
             for piece in self._pieces(of=self.groups):
                 piece.local.copy_(piece.anchor)
-        if landed is not None and landed.arrived and landed.reading is not None:
-            self._frozen.agree(landed.reading)
-        self._frozen.hold(send=send)
+        reading = None if landed is None or not landed.arrived else landed.reading
+        self._frozen.hold(reading, send=send)
         averaged = self._average(task, landed)
         self._share_rows()
         self._account(measured, coefficients, arrived=landed is not None)
@@ -695,8 +698,3 @@ class Fragment:
             (self._state.weight,) = worker.sum([self._state.weight])
         if self.groups:  # an optimizer's states are sharded as their parameters are
             worker.average([tensor for group in self.averaged for tensor in group.tensors])
-
-
-def _is_known(key: str, state: dict[str, Any]) -> bool:
-    """Return whether a peer hands a buffer over: no sum that is only launched."""
-    return is_shared(key) and (key != "payload" or "in_flight" in state)

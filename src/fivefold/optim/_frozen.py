@@ -41,8 +41,10 @@ class FrozenTensors:
         anchors = self._views("anchor")
         self._held = {n: self._held[n] if n in self._held else anchors[n].clone() for n in numbers}
 
-    def hold(self, *, send: bool) -> None:
-        """Undo what a merge did to what is held; it sends nothing."""
+    def hold(self, reading: MetadataReading | None, *, send: bool) -> None:
+        """Take in what arrived; undo what a merge did to what is held; it sends nothing."""
+        if reading is not None:
+            self.agree(reading)
         if not self._held:
             return
         anchors, parts = self._views("anchor"), list(self._parts())

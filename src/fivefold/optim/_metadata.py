@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
 from fivefold.errors import ConfigurationError, NonFiniteError, ReplicaMismatchError
 from fivefold.optim._flat import FlatGroup
 from fivefold.optim._update import Number
+from fivefold.optim.transport import Transport
 
 _LOG = logging.getLogger(__name__)
 
@@ -238,11 +238,11 @@ def require_equal(
 def names_apart(
     names: Callable[[], list[str]],
     groups: Sequence[FlatGroup],
-    gather: Callable[[Any], list[Any]],
+    transport: Transport,
 ) -> str:
     """Return which tensors' anchors are not equal on all ranks; all ranks ask at once."""
     views = (view for group in groups for view in group.shaped(group.anchor))
-    tables = gather([replica_hash([view]) for view in views])
+    tables = transport.gather_objects([replica_hash([view]) for view in views])
     found = [
         name
         for name, *hashes in zip(names(), *tables, strict=False)  # names go on with buffers

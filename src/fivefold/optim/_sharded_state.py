@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fivefold.optim._fragment import Fragment, is_shared
+from fivefold.optim._fragment import Fragment
 from fivefold.optim._shards import WorkerGroup, local_tensor
+from fivefold.optim._state import is_shared
 from fivefold.optim.transport import Transport
 
 _NORMS = ("last_move", "last_delta")

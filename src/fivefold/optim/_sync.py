@@ -55,11 +55,18 @@ from fivefold.optim._layout import (
 )
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._optimizer_states import state_fragments
+from fivefold.optim._resume import begin_other_rounds, is_anothers, restore
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import local_tensor, reshard
-from fivefold.optim._state import EngineContext, plain_settings, require_same, settings
+from fivefold.optim._state import (
+    EngineContext,
+    changed_settings,
+    plain_settings,
+    require_same,
+    settings,
+)
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.codecs import Codec
 from fivefold.optim.statistics import (
@@ -473,43 +480,34 @@ class OuterSync:
         Raises:
             ConfigurationError: The state is of another rule or model.
         """
-        require_same(state, self._settings())
+        changed = changed_settings(state, self._settings())
         if state["place"] != self._place:
             message = f"this is the state of another place in its worker, {state['place']}"
             hint = f"load that of place {self._place}, or use sharded_state_dict()"
             raise ConfigurationError(message, hint=hint)
-        stranger = self._is_anothers(state)
+        stranger = is_anothers(state, self._transport)
         self._look_for_late()  # and follow parameters that the model's loader replaced
         for fragment in self._all_fragments():
             fragment.land()  # nothing may write into what is restored
         self._steps, self._weighted = state["steps"], None
         self._meter.restore(state["meter"])
-        if stranger:
+        if "fragments" in changed and (stranger or self._states or self._context.worker):
+            message = "the saved outer state has another number of fragments"
+            hint = "change it on the same ranks, without average_states and shard_group"
+            raise ConfigurationError(message, hint=hint)
+        if "fragments" in changed:
+            begin_other_rounds(state, self._fragments, self._rule, inner_lr=self._inner_lr())
+        elif stranger:
             for fragment in self._all_fragments():
                 fragment.load_shared(state["fragments"][str(fragment.index)])
             if self._tau is not None:
                 self._tau.begin_at(state["tau"])
-            return
-        if self._tau is not None:
-            self._tau.restore(state["tau"])
-        for fragment in self._all_fragments():
-            fragment.load_state_dict(state["fragments"][str(fragment.index)])
-        self._transport.load_state_dict(state["transport"])
-
-    def _is_anothers(self, state: Mapping[str, Any]) -> bool:
-        """Return whether any rank loads what another rank, or another world, has saved."""
-        here = self._transport.rank, self._transport.world_size
-        mine = here, (state["rank"], state["world_size"])
-        alone = may_lose(self._transport)
-        found = [mine] if alone else self._transport.gather_objects(mine)
-        strangers = sum(now != then for now, then in found)
-        if strangers and state["world_size"] == here[1]:
-            _LOG.warning(
-                "%d of %d ranks load another rank's outer state: all go on from the anchor, "
-                "without the local steps since the last launch. Save and load sync.state_dict() "
-                "on every rank to resume bit for bit", strangers, len(found),
-            )  # fmt: skip
-        return bool(strangers)
+        else:
+            if self._tau is not None:
+                self._tau.restore(state["tau"])
+            restore(state, self._all_fragments(), self._rule, changed=changed)
+            if "codec" not in changed:  # what another codec has kept is lost
+                self._transport.load_state_dict(state["transport"])
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the state by parameter, for ``torch.distributed.checkpoint``; collective.
@@ -539,7 +537,7 @@ class OuterSync:
         Raises:
             ConfigurationError: The state is of another rule or model.
         """
-        require_same(state.get("shared", {}).get("state"), self._settings())
+        changed_settings(state.get("shared", {}).get("state"), self._settings())
         self.load_state_dict(self._form().collect(state, self.state_dict()))
 
     def _form(self) -> StateForm:
