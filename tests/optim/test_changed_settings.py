@@ -1,4 +1,4 @@
-"""A run that goes on with other rounds keeps its momentum, its sum in flight and its local steps."""
+"""A run that goes on with other rounds keeps momentum, sum in flight and local steps."""
 
 import copy
 
