@@ -4,9 +4,6 @@ References:
     A BatchNorm's running variance is a mean of squares, so it is never below zero.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,9 +11,7 @@ from hypothesis import strategies as st
 
 from fivefold.optim import OuterSync
 from fivefold.testing import run_world
-
-sys.path.insert(0, str(Path(__file__).parent))
-from outer_world import RULES, Rounded
+from helpers.outer_world import RULES, Rounded
 
 pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
 

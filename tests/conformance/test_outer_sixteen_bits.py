@@ -1,8 +1,5 @@
 """Parameters of 16 bits: what a write of the outer state rounds away is carried, not lost."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,9 +7,7 @@ from hypothesis import strategies as st
 
 from fivefold.optim import CO2, DelayCorrected, LocalSGD, OuterSync
 from fivefold.testing import run_world
-
-sys.path.insert(0, str(Path(__file__).parent))
-from outer_world import OF_GRADIENTS, RULES
+from helpers.outer_world import OF_GRADIENTS, RULES
 
 pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
 WORKERS = 4

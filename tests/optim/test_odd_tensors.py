@@ -1,8 +1,6 @@
 """Tensors that are not one dense trainable parameter each: frozen meanwhile, shared, odd types."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +17,7 @@ from fivefold.optim import (
 )
 from fivefold.optim.transport import broadcast_bytes
 from fivefold.testing import run_processes, run_world
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-from outer_world import RULES, SEEDING, Rounded, Worker
+from helpers.outer_world import RULES, SEEDING, Rounded, Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
 

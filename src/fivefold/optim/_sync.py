@@ -376,11 +376,11 @@ class OuterSync:
         self._require_open()
         reshard(self._model)
         schedules = [fragment.schedule for fragment in self._fragments]
-        if any(each.in_flight_round is not None or each.open_steps for each in schedules):
-            message = "take_weights() with local steps that have not been brought together"
+        underway = any(each.in_flight_round is not None or each.open_steps for each in schedules)
+        if underway or may_lose(self._transport):
+            message = "take_weights() with workers that come and go, or with local steps under way"
             raise ConfigurationError(message, hint="call finalize() before the weights are put in")
-        moved = any(fragment.has_moved() for fragment in self._fragments)
-        if any(self._transport.gather_objects(moved)):
+        if any(self._transport.gather_objects(any(f.has_moved() for f in self._fragments))):
             for fragment in self._fragments:
                 fragment.begin_at_mean()
 
@@ -639,14 +639,14 @@ class OuterSync:
     def _begin_again(self) -> None:
         """Go on from the anchor, without what the steps that are left out did to the optimizers.
 
-        What they were before is not known, so they begin again: one moment without the other would
-        be worse. Optimizers that step with the mean gradient took none of those steps.
+        What they were before is not known, so they begin again, all moments together. Optimizers
+        that step with the mean gradient took none of those steps.
         """
         if self._gradients is not None:
             forget_nonsense(self._optimizers)
         else:
+            averaged = bool(self._averaged_states)
             for optimizer, late in zip(self._optimizers, self._make_states_late, strict=True):
-                averaged = bool(self._averaged_states)
                 forget_steps(optimizer, makes_state_late=late, keeps_count=averaged)
         for fragment in self._all_fragments():
             fragment.begin()
@@ -675,8 +675,8 @@ class OuterSync:
         fixed = [local_tensor(tensor) for tensor in fixed_tensors(model).values()]
         for key, tensors in (("set of averaged tensors", anchors), ("set of fixed tensors", fixed)):
             mine[key] = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        require_equal_settings(self._transport, mine)
         require_same_shares(self._transport, model)
+        require_equal_settings(self._transport, mine)  # last: workers that join compare these
         self._transport.broadcast([*anchors, *fixed])
         self._fixed.begin()
         for fragment in self._all_fragments():
