@@ -60,7 +60,9 @@ class FreeTransport:
     rank = 0
     world_size = WORLD_SIZE
 
-    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+    def prepare(
+        self, payloads: Sequence[torch.Tensor], *, fragment: int, num_exact: int = 0
+    ) -> None:
         """Nothing is kept."""
 
     def launch(

@@ -16,7 +16,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning"),
 ]
 STREAMING = StreamingDiLoCo(tau=4, fragments=2, delay_steps=2, outer_lr=0.5, outer_momentum=0.2)
-RULES = {"co2": CO2(tau=3), "delay-corrected": DelayCorrected(tau=3), "streaming": STREAMING}
+RULES = {
+    "co2": CO2(tau=3),
+    "delay-corrected": DelayCorrected(tau=3, fragments=1),
+    "streaming": STREAMING,
+}
 CODECS = ("bf16", "int8", "int4", TopKCodec(density=0.25, block=64))
 STEPS, CUTS = 40, (7, 8, 9)
 

@@ -345,9 +345,10 @@ def test_bfloat16_parameters_have_a_float32_outer_state(rule):
         worker = Worker(transport, rule, dtype=torch.bfloat16)
         worker.train(range(10))
         worker.sync.finalize()
-        anchors = worker.anchors()
+        groups = [group for f in worker.sync._fragments for group in f.groups]
+        anchors = torch.cat([group.anchor for group in groups])
         assert anchors.dtype == torch.float32
-        live = [t.detach().reshape(-1) for f in worker.sync._fragments for t in f.tensors()]
+        live = [t.detach().reshape(-1) for group in groups for t in group.tensors]
         assert torch.equal(torch.cat(live), anchors.bfloat16())
         assert not torch.equal(anchors, anchors.bfloat16().float())
         assert not any(t.isnan().any() for t in live)
@@ -567,7 +568,7 @@ def test_resume_with_another_number_of_workers_goes_on_from_the_anchor(rule):
     "rule",
     [
         LocalSGD(tau=3),
-        DelayCorrected(tau=3),
+        DelayCorrected(tau=3, fragments=1),
         CO2(tau=3, outer_lr=1.0, outer_momentum=0.0, staleness="none", clip=None),
     ],
 )

@@ -25,7 +25,7 @@ STEP_S = 0.125  # sums of such numbers are exact
 AUTO = AutoTau(initial=4, patience=3)
 HIDES = {
     "co2": CO2(tau=AUTO),
-    "delay-corrected": DelayCorrected(tau=AUTO),
+    "delay-corrected": DelayCorrected(tau=AUTO, fragments=1),
     "overlap": OverlapLocalSGD(tau=AUTO, outer_momentum=0.2),
     "eager": EagerDiLoCo(tau=AUTO),
 }
@@ -199,7 +199,7 @@ def test_balance_gives_slow_ranks_fewer_steps_and_drains_whatever_is_open(clock)
     "rule",
     [
         CO2(tau=4),
-        DelayCorrected(tau=4),
+        DelayCorrected(tau=4, fragments=1),
         EagerDiLoCo(tau=4),
         CO2(tau=4, fragments=2),
         StreamingDiLoCo(tau=4, fragments=2, delay_steps=2, outer_lr=0.5, outer_momentum=0.2),

@@ -151,7 +151,7 @@ def test_a_gpu_equals_the_rules_line_by_line(device):
         optim.SlowMo(tau=4),
         optim.LocalSGD(tau=3),
         optim.DiLoCo(tau=3),
-        optim.DelayCorrected(tau=3),
+        optim.DelayCorrected(tau=3, fragments=1),
         optim.OverlapLocalSGD(tau=3),
         optim.EagerDiLoCo(tau=3),
         optim.StreamingDiLoCo(tau=4, fragments=1, delay_steps=2, outer_momentum=0.3),
@@ -174,7 +174,7 @@ def test_a_gpu_equals_the_rules_line_by_line(device):
 STAGED = {
     "co2": optim.CO2(tau=2, staleness="none"),
     "diloco": optim.DiLoCo(tau=2),
-    "delay-corrected": optim.DelayCorrected(tau=3),
+    "delay-corrected": optim.DelayCorrected(tau=3, fragments=1),
     "streaming": optim.StreamingDiLoCo(tau=3, fragments=2, delay_steps=1),
     "delayed-gradients": optim.DelayedGradients(),
     "eager": optim.EagerDiLoCo(tau=2),
@@ -247,7 +247,7 @@ def test_a_state_saved_on_the_gpu_goes_on_on_the_cpu_and_back(device):
 
 
 def test_workers_of_two_ranks_share_the_outer_state(device):
-    rules = [optim.CO2(tau=3, staleness="none"), optim.DelayCorrected(tau=3)]
+    rules = [optim.CO2(tau=3, staleness="none"), optim.DelayCorrected(tau=3, fragments=1)]
 
     def work(rank):
         pairs = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]

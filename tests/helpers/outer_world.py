@@ -6,6 +6,7 @@ import zlib
 import torch
 
 from fivefold import optim
+from fivefold.optim.codecs import named_codec
 from fivefold.testing import run_world
 
 SGD_NESTEROV = {"lr": 0.5, "momentum": 0.6, "nesterov": True}
@@ -22,7 +23,7 @@ RULES = {
     "slowmo": optim.SlowMo(tau=3),
     "local-sgd": optim.LocalSGD(tau=2),
     "diloco": optim.DiLoCo(tau=2, outer_momentum=0.5),
-    "delay-corrected": optim.DelayCorrected(tau=3),
+    "delay-corrected": optim.DelayCorrected(tau=3, fragments=1),
     "delayed-gradients": optim.DelayedGradients(),
     "delayed-gradients-ahead": optim.DelayedGradients(
         max_norm=0.5, extrapolation=1.0, ramp_steps=3
@@ -206,6 +207,28 @@ class Lossy(Wrapped):
 
         all_reduce.wait = wait
         return all_reduce
+
+
+class Rounded(Wrapped):
+    """Sends what is not exact through a codec, with error feedback, as a compressed sum does."""
+
+    def __init__(self, inner, codec):
+        super().__init__(inner)
+        self.codec = named_codec(codec)
+        self.residuals, self.num_exact = {}, {}
+
+    def prepare(self, payloads, *, fragment, num_exact=0):
+        self.num_exact[fragment] = num_exact
+        for index, payload in enumerate(payloads[: len(payloads) - num_exact]):
+            self.residuals[fragment, index] = torch.zeros_like(payload)
+
+    def launch(self, payloads, *, metadata, fragment, what):
+        for index, payload in enumerate(payloads[: len(payloads) - self.num_exact[fragment]]):
+            wire = torch.empty(self.codec.encoded_bytes(payload.numel()), dtype=torch.uint8)
+            residual = self.residuals[fragment, index]
+            self.codec.encode_with_feedback_(residual, wire, values=payload)
+            self.codec.decode_(wire, payload)
+        return self.inner.launch(payloads, metadata=metadata, fragment=fragment, what=what)
 
 
 class Clock:

@@ -150,6 +150,25 @@ def test_ranks_that_would_send_different_tensors_are_refused_before_they_do(chan
         run_world(2, work)
 
 
+@pytest.mark.parametrize(
+    ("make_one", "told"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.02), "'lr', 0.0"),
+        (lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.9, 0.95)), "'betas'"),
+        (lambda p: torch.optim.SGD(p, lr=0.01), "'SGD'"),
+    ],
+)
+def test_optimizers_of_other_settings_are_refused_at_the_start(make_one, told):
+    def work(transport):
+        model = torch.nn.Linear(2, 1)
+        kinds = [lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False), make_one]
+        optimizer = kinds[transport.rank](model.parameters())
+        optim.OuterSync(model, optimizer, rule=optim.CO2(tau=1), transport=transport)
+
+    with pytest.raises(ConfigurationError, match=f"another optimizer than rank.*{told}"):
+        run_world(2, work)
+
+
 def test_frozen_model_is_refused():
     def work(transport):
         model = torch.nn.Linear(2, 1).requires_grad_(requires_grad=False)

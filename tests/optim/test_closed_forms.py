@@ -179,6 +179,6 @@ def test_diloco_equals_torch_nesterov_on_the_pseudo_gradient():
 
 def test_delay_corrected_equals_local_training_when_workers_agree():
     """Equal workers have nothing to correct: the mode contracts by 1 - a in every round."""
-    xs = mode_trajectory(DelayCorrected(tau=TAU), 0.8, 20)
+    xs = mode_trajectory(DelayCorrected(tau=TAU, fragments=1), 0.8, 20)
     a = contraction(0.8)
     assert xs == pytest.approx([(1 - a) ** t for t in range(21)], rel=1e-11)

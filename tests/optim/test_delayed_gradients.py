@@ -192,7 +192,8 @@ def test_a_rank_whose_parameters_are_damaged_is_named():
             optimizer.step()
             sync.step()
 
-    with pytest.raises(ReplicaMismatchError, match=r"rank\(s\) 1 differ"):
+    told = r"rank\(s\) 1 differ from rank 0, in 1; likely, in this order: the optimizers step diff"
+    with pytest.raises(ReplicaMismatchError, match=told):
         run_world(2, work)
 
 
@@ -287,3 +288,88 @@ def test_sharded_workers_equal_plain_ones():
         torch.testing.assert_close(sharded, plain, rtol=0, atol=1e-6)
         torch.testing.assert_close(split, plain, rtol=0, atol=1e-6)
         assert torch.equal(plain, results[0][1])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaler_lets_no_rank_skip_the_step_of_all(fused):
+    """A fused optimizer would skip by itself where this rank's own gradient is not finite."""
+
+    def work(transport):
+        model = parameters()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        sync = OuterSync(
+            model, optimizer, rule=DelayedGradients(), transport=transport, check_every_rounds=1
+        )
+        for step in range(12):
+            for p in model:
+                p.grad = scaler.scale(torch.full_like(p, 1.0 + transport.rank + step))
+            if (transport.rank, step) == (1, 5):
+                model[0].grad.fill_(torch.inf)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            sync.step()
+        sync.finalize()
+        return torch.cat([p.detach().reshape(-1) for p in model])
+
+    first, second = run_world(2, work)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+    # Twelve gradients of one sign, each step of AdamW is about its learning rate of 0.1.
+    start = torch.cat([p.detach().reshape(-1) for p in parameters()])
+    torch.testing.assert_close(start - first, torch.full_like(first, 1.2), rtol=0.1, atol=0.05)
+
+
+class TwoEvaluations(torch.optim.Optimizer):
+    """Looks at the loss twice a step, as sharpness-aware optimizers do."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure):
+        closure()
+        return closure()
+
+
+def in_backward(model, _):
+    (model[0].sum() * 1.0).backward()
+
+
+def test_optimizers_that_step_where_the_mean_is_not_there_are_refused():
+    def refused(transport, step, message, kind=torch.optim.SGD, hook=None):
+        model = parameters()
+        optimizer = kind(model.parameters(), lr=0.1)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        if hook is not None:
+            model[0].register_post_accumulate_grad_hook(lambda _: hook(optimizer))
+
+        def once():
+            step(model, optimizer)
+            sync.step()
+
+        with pytest.raises(ConfigurationError, match=message):
+            once()
+
+    def work(transport):
+        refused(
+            transport,
+            lambda _, optimizer: optimizer.step(closure=lambda: None),
+            "TwoEvaluations evaluates its closure more than once",
+            kind=TwoEvaluations,
+        )
+        refused(
+            transport,
+            in_backward,
+            "steps within the backward",
+            hook=lambda optimizer: optimizer.step(),
+        )
+        refused(
+            transport,
+            lambda model, _: model[0].data.add_(1.0),
+            "moved, but none of the optimizers took a step",
+        )
+        return True
+
+    assert run_world(2, work) == [True, True]

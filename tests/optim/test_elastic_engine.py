@@ -33,7 +33,7 @@ RULES = {
     "sync_bootstrap": optim.CO2(tau=2, bootstrap="sync"),
     "co2_short": optim.CO2(tau=2, delay_steps=1),
     "diloco": optim.DiLoCo(tau=2),
-    "delay_corrected": optim.DelayCorrected(tau=2),
+    "delay_corrected": optim.DelayCorrected(tau=2, fragments=1),
     "overlap": optim.OverlapLocalSGD(tau=2),
     "adam_outside": optim.OuterOptimizer(
         tau=2, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True

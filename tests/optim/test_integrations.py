@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
-from fivefold.optim import CO2, LocalSGD
+from fivefold.optim import CO2, DelayedGradients, LocalSGD, OuterSync
 from fivefold.optim.integrations import (
     _OwnFile,
     disable_ddp,
     lightning_strategy,
     use_outer_sync,
 )
+from fivefold.testing import run_world
 
 ACCELERATE = """
 import torch
@@ -62,6 +63,20 @@ torch.distributed.destroy_process_group()
 """
 
 
+def on_two_ranks(folder, text):
+    script = folder / "train.py"
+    script.write_text(text)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*launcher, script],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
 def make_trainer(folder, **settings):
     sizes = {"vocab_size": 8, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 1}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
@@ -72,21 +87,33 @@ def make_trainer(folder, **settings):
 @pytest.mark.nightly
 @pytest.mark.distributed
 def test_accelerate_with_tau_1_is_ddp(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(ACCELERATE)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, script],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = on_two_ranks(tmp_path, ACCELERATE)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = re.findall("^weights .*$", done.stdout, re.MULTILINE)
     assert len(lines) == 2
     assert lines[0] == lines[1]
+
+
+def test_an_optimizer_that_accelerate_has_prepared_is_unwrapped():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    prepared = Accelerator(cpu=True).prepare_optimizer(optimizer)
+    assert prepared is not optimizer
+
+    def work(transport):
+        own = torch.nn.Linear(2, 1) if transport.rank else model
+        mine = torch.optim.SGD(own.parameters(), lr=0.5) if transport.rank else prepared
+        sync = OuterSync(own, mine, rule=DelayedGradients(), transport=transport)
+        start = own.weight.detach().clone()
+        for _ in range(2):  # the first sends, the second steps with the mean
+            for p in own.parameters():
+                p.grad = torch.full_like(p, 1.0 + transport.rank)
+            mine.step()
+            sync.step()
+        return start - own.weight.detach()
+
+    for moved in run_world(2, work):
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.5 * 1.5))
 
 
 def test_settings_that_do_not_go_together_are_refused_at_once(tmp_path):
@@ -148,3 +175,55 @@ def test_sharding_accelerators_are_refused():
         accelerator.prepare(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1))),
         DistributedDataParallel,
     )
+
+
+LIGHTNING = """
+import warnings
+import pytorch_lightning as lightning
+import torch
+import torch.distributed as dist
+from fivefold.optim import DelayCorrected, DiLoCo
+from fivefold.optim.integrations import lightning_strategy
+
+warnings.filterwarnings("ignore")
+
+class PutIn(lightning.Callback):
+    def on_train_end(self, trainer, module):
+        self.before = module.net.weight.detach().clone()
+        module.net.weight.data.fill_(3.0 + trainer.global_rank)
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, _):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+dist.init_process_group("gloo")
+for rule in (DiLoCo(tau=4), DelayCorrected(tau=4, fragments=1)):
+    module, callback = Net(), PutIn()
+    trainer = lightning.Trainer(
+        strategy=lightning_strategy(rule, strategy={"process_group_backend": "gloo"}),
+        accelerator="cpu", devices=2, logger=False, enable_progress_bar=False, max_steps=6,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[callback],
+    )
+    data = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    both = [torch.empty_like(callback.before) for _ in range(2)]
+    dist.all_gather(both, callback.before)
+    assert torch.equal(*both), "the callback came before the last outer step"
+    torch.testing.assert_close(module.net.weight, torch.full((1, 4), 3.5))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_weights_that_a_lightning_callback_puts_in_at_the_end_stay_there(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    done = on_two_ranks(tmp_path, LIGHTNING)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -21,7 +21,7 @@ from fivefold.testing import run_processes, run_world
 RULES = [
     CO2(tau=2),
     LocalSGD(tau=2),
-    DelayCorrected(tau=2),
+    DelayCorrected(tau=2, fragments=1),
     EagerDiLoCo(tau=2),
     StreamingDiLoCo(tau=2, fragments=2),
     CO2(tau=2, bootstrap="sync"),

@@ -17,7 +17,7 @@ NUM_PARAMETERS = SIZE * SIZE
 CASES = [
     (CO2(tau=1), "fp32", 1, 12),
     (LocalSGD(tau=1), "fp32", 1, 8),
-    (DelayCorrected(tau=1), "fp32", 1, 12),
+    (DelayCorrected(tau=1, fragments=1), "fp32", 1, 12),
     (EagerDiLoCo(tau=1), "fp32", 1, 24),
     (CO2(tau=1), "int8", 1, 18),
     (CO2(tau=1), "fp32", 2, 6),

@@ -137,7 +137,9 @@ def test_settings_that_cannot_be(wrong):
 
 
 @pytest.mark.parametrize(
-    "rule", [LocalSGD(tau=3), DelayCorrected(tau=3), CO2(tau=3)], ids=lambda rule: rule.name
+    "rule",
+    [LocalSGD(tau=3), DelayCorrected(tau=3, fragments=1), CO2(tau=3)],
+    ids=lambda rule: rule.name,
 )
 def test_several_optimizers_equal_the_one(rule):
     def work(transport, *, together):
@@ -185,7 +187,9 @@ def sharded_run(rank):
     fully_shard(model.wide, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = MuonAdamW.for_model(model, lr=0.02)
-    sync = OuterSync(model, optimizer, rule=DelayCorrected(tau=3), process_group=mesh["replicate"])
+    sync = OuterSync(
+        model, optimizer, rule=DelayCorrected(tau=3, fragments=1), process_group=mesh["replicate"]
+    )
     local_steps(model, [optimizer], range(8), rank=rank // 2, sync=sync)
     sync.finalize()
     return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
@@ -196,7 +200,9 @@ def test_sharded_models_train_as_whole_ones():
     def whole(transport):
         model = Net()
         optimizer = MuonAdamW.for_model(model, lr=0.02)
-        sync = OuterSync(model, optimizer, rule=DelayCorrected(tau=3), transport=transport)
+        sync = OuterSync(
+            model, optimizer, rule=DelayCorrected(tau=3, fragments=1), transport=transport
+        )
         local_steps(model, [optimizer], range(8), rank=transport.rank, sync=sync)
         sync.finalize()
         return flat(model)

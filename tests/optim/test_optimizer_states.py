@@ -90,7 +90,7 @@ def train(transport, rule, periods, steps, *, saved=None):
     ("rule", "delay"),
     [
         (LocalSGD(tau=2), 0),
-        (DelayCorrected(tau=2), 2),
+        (DelayCorrected(tau=2, fragments=1), 2),
         (DelayCorrected(tau=4, fragments=1, delay_steps=1), 1),
     ],
     ids=["waits", "a round late", "a step late"],
@@ -213,7 +213,11 @@ def test_lossy_codecs_leave_second_moments_usable(codec):
         model = Net()
         optimizer = MuonAdamW.for_model(model, lr=0.02)
         sync = OuterSync(
-            model, optimizer, rule=DelayCorrected(tau=2), codec=codec, average_states=PERIODS
+            model,
+            optimizer,
+            rule=DelayCorrected(tau=2, fragments=1),
+            codec=codec,
+            average_states=PERIODS,
         )
         net_steps(model, optimizer, sync, (0, 41), rank)
         sync.finalize()
@@ -247,7 +251,7 @@ def test_sharded_states_go_on_through_a_sharded_checkpoint():
         sync = OuterSync(
             model,
             optimizer,
-            rule=DelayCorrected(tau=2),
+            rule=DelayCorrected(tau=2, fragments=1),
             process_group=mesh["replicate"],
             average_states={"exp_avg": 1, "exp_avg_sq": 2},
         )
@@ -276,7 +280,7 @@ def test_sharded_states_go_on_through_a_sharded_checkpoint():
         sync = OuterSync(
             model,
             optimizer,
-            rule=DelayCorrected(tau=2),
+            rule=DelayCorrected(tau=2, fragments=1),
             transport=transport,
             average_states={"exp_avg": 1, "exp_avg_sq": 2},
         )

@@ -20,7 +20,7 @@ GAP = CO2(tau=2)
 RULES = {
     "co2": CO2(tau=2, staleness="none"),
     "diloco": DiLoCo(tau=2),
-    "delay-corrected": DelayCorrected(tau=3),
+    "delay-corrected": DelayCorrected(tau=3, fragments=1),
     "eager": EagerDiLoCo(tau=2),
     "streaming": StreamingDiLoCo(tau=3, fragments=2, delay_steps=1),
     "adamw": OuterOptimizer(tau=2, optimizer=torch.optim.AdamW, options={"lr": 0.01}, hidden=True),

@@ -5,12 +5,15 @@ What every rule must do is in ``tests/conformance``.
 
 import copy
 import dataclasses
+import gc
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold import optim
-from fivefold.errors import CommunicationError, ReplicaMismatchError
+from fivefold.errors import CommunicationError, ConfigurationError, ReplicaMismatchError
 from fivefold.optim._metadata import replica_hash
 from fivefold.testing import run_processes, run_world
+from helpers.night import number_of
 
 SEEDING = threading.Lock()  # ranks are threads, and torch has one global generator
 
@@ -68,7 +72,7 @@ def test_every_local_step_enters_the_average_exactly_once(tau, steps, world_size
     rule = {
         "co2": optim.CO2(**plain, staleness="none"),
         "local_sgd": optim.LocalSGD(tau=tau),
-        "delay_corrected": optim.DelayCorrected(tau=tau),
+        "delay_corrected": optim.DelayCorrected(tau=tau, fragments=1),
     }[kind]
 
     def work(transport):
@@ -264,7 +268,7 @@ def test_statistics_go_on_from_those_that_were_saved():
         (optim.CO2(tau=2, outer_momentum=0.0), 8),
         (optim.SlowMo(tau=2), 12),
         (optim.LocalSGD(tau=2), 8),
-        (optim.DelayCorrected(tau=2), 12),
+        (optim.DelayCorrected(tau=2, fragments=1), 12),
         (optim.OverlapLocalSGD(tau=2), 12),
         (optim.EagerDiLoCo(tau=2), 24),
         (optim.EagerDiLoCo(tau=2, outer_momentum=0.0), 16),
@@ -312,7 +316,7 @@ def test_warning_at_the_stability_limit_names_the_limit(setting, limit):
         optim.CO2(tau=1, outer_lr=0.79, outer_momentum=0.2, staleness="none"),
         optim.CO2(tau=1, outer_lr=0.9, outer_momentum=0.2, staleness="constant:2"),
         optim.SlowMo(tau=1, outer_lr=1.0, outer_momentum=0.9),
-        optim.DelayCorrected(tau=1),
+        optim.DelayCorrected(tau=1, fragments=1),
     ],
 )
 def test_no_warning_below_the_limit(rule):
@@ -455,7 +459,7 @@ def test_a_state_is_the_same_whether_the_model_is_compiled_or_not():
             model = torch.compile(model, backend="eager") if how == "whole" else model
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             sync = optim.OuterSync(
-                model, optimizer, rule=optim.DelayCorrected(tau=2), transport=transport
+                model, optimizer, rule=optim.DelayCorrected(tau=2, fragments=1), transport=transport
             )
             if found:
                 sync.load_state_dict(found[0])
@@ -493,3 +497,61 @@ def test_a_boundary_walks_over_the_model_a_few_times_only(monkeypatch):
 
     assert run_world(2, work) == [True, True]
     assert 0 < len(walks) <= 2 * 5 * 4
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_another_ranks_state_is_taken_as_from_another_number_of_workers(who, caplog):
+    """Rank 0 saves for all, as with DDP; all go on from the anchor, and nobody parts in silence."""
+
+    def work(transport, saved):
+        model, optimizer, sync = make(transport, optim.DelayCorrected(tau=4, fragments=2))
+        train_steps(model, optimizer, sync, range(13), transport.rank)
+        saved[transport.rank] = copy.deepcopy([model.state_dict(), sync.state_dict()])
+        whose = [saved[rank] for rank in transport.gather_objects(transport.rank)]
+        rank = 0 if who == "all" or transport.rank == 0 else 2
+        weights, state = whose[rank]
+        model, optimizer, sync = make(transport, optim.DelayCorrected(tau=4, fragments=2))
+        model.load_state_dict(weights)
+        sync.load_state_dict(state)
+        begun = flat(model).clone()
+        train_steps(model, optimizer, sync, range(13, 22), transport.rank)
+        sync.finalize()
+        return begun, flat(model)
+
+    saved = {}
+    with caplog.at_level(logging.WARNING, logger="fivefold.optim"):
+        results = run_world(3, lambda t: work(t, saved))
+    assert all(torch.equal(begun, results[0][0]) for begun, _ in results)
+    assert all(torch.equal(end, results[0][1]) for _, end in results)
+    assert f"{2 if who == 'all' else 1} of 3 ranks load another rank's outer state" in caplog.text
+
+
+def test_closed_engines_leave_no_file_descriptor_and_no_thread():
+    def work(_rank):
+        model = torch.nn.Linear(2, 1)
+
+        def engine():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sync = optim.OuterSync(model, optimizer, rule=optim.DelayedGradients(), codec="int8")
+            model.weight.grad = torch.ones(1, 2)
+            optimizer.step()
+            sync.step()
+            sync.finalize()
+            sync.close()
+            sync.close()
+            with pytest.raises(ConfigurationError, match="has been closed"):
+                sync.step()
+            optimizer.step()  # it is the user's again
+
+        def held():
+            gc.collect()
+            return [len(list(Path(f"/proc/self/{what}").iterdir())) for what in ("fd", "task")]
+
+        engine()
+        before = held()
+        for _ in range(number_of(8, 100)):
+            engine()
+        return [after - then for after, then in zip(held(), before, strict=True)]
+
+    for grown in run_processes(2, work):
+        assert max(grown) <= 1, f"file descriptors and threads grew by {grown}"

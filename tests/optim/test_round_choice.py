@@ -230,7 +230,7 @@ PLAIN_CO2 = CO2(
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [*((name, DelayCorrected(tau=AUTO)) for name in LINKS), ("slowest", PLAIN_CO2)],
+    [*((name, DelayCorrected(tau=AUTO, fragments=1)) for name in LINKS), ("slowest", PLAIN_CO2)],
     ids=[*LINKS, "co2"],
 )
 def test_the_engine_takes_what_hides_on_all_ranks_alike(name, rule, clock):
@@ -294,7 +294,7 @@ def test_a_codec_to_be_chosen_needs_a_round_to_be_chosen():
     def work(_):
         model = Blocks()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for rule in (DelayCorrected(tau=8), CO2(tau=8)):
+        for rule in (DelayCorrected(tau=8, fragments=1), CO2(tau=8)):
             with pytest.raises(ConfigurationError, match='codec="auto" is chosen with the round'):
                 OuterSync(model, optimizer, rule=rule, codec="auto")
 

@@ -36,7 +36,7 @@ RULES = {
     "slowmo": optim.SlowMo(tau=2, units="delta"),
     "local-sgd": optim.LocalSGD(tau=3),
     "diloco": optim.DiLoCo(tau=3, outer_lr=0.5, outer_momentum=0.6),
-    "delay-corrected": optim.DelayCorrected(tau=2),
+    "delay-corrected": optim.DelayCorrected(tau=2, fragments=1),
     "overlap": optim.OverlapLocalSGD(tau=2),
     "streaming": optim.StreamingDiLoCo(tau=4, fragments=1, outer_lr=0.5, outer_momentum=0.4),
     "eager": optim.EagerDiLoCo(tau=2),

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.distributed
 RULES = {
     "co2": CO2(tau=3),
     "co2-parts": CO2(tau=4, fragments=2),
-    "delay-corrected": DelayCorrected(tau=3),
+    "delay-corrected": DelayCorrected(tau=3, fragments=1),
     "eager": EagerDiLoCo(tau=3),
     "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_momentum=0.4),
     "adam": OuterOptimizer(tau=3, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True),

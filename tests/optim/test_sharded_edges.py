@@ -344,7 +344,7 @@ def test_the_gap_needs_all_parameters_sharded():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigurationError, match=r"1\.weight is not sharded"):
             OuterSync(model, optimizer, rule=CO2(tau=2), process_group=mesh["replicate"])
-        rule = DelayCorrected(tau=2)
+        rule = DelayCorrected(tau=2, fragments=1)
         sync = OuterSync(model, optimizer, rule=rule, process_group=mesh["replicate"])
         train(model, sync, optimizer, rank // 2, 5, width=4)
         sync.finalize()

@@ -14,7 +14,7 @@ RULES = {
     "diloco": optim.DiLoCo(tau=3, outer_momentum=0.5),
     "co2": optim.CO2(tau=3),
     "co2-elements": optim.CO2(tau=3, staleness="gap-param", bootstrap="sync"),
-    "delay-corrected": optim.DelayCorrected(tau=3),
+    "delay-corrected": optim.DelayCorrected(tau=3, fragments=1),
     "delay-corrected-parts": optim.DelayCorrected(tau=4, fragments=2),
     "overlap": optim.OverlapLocalSGD(tau=3, outer_momentum=0.3),
     "eager": optim.EagerDiLoCo(tau=3),

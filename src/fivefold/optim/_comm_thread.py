@@ -130,7 +130,12 @@ class CommunicationThread:
         )
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Jobs refer to this object, so while the program runs no job is cut off.
-        weakref.finalize(self, _end_thread, self._jobs, self._thread).atexit = False
+        self._end = weakref.finalize(self, _end_thread, self._jobs, self._thread)
+        self._end.atexit = False
+
+    def close(self) -> None:
+        """End the thread, after the jobs that it has."""
+        self._end()
 
     def submit(
         self,

@@ -120,11 +120,14 @@ class CompressedExchange:
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
         self._bucket_bytes = bucket_bytes
-        self._feedback: dict[int, list[_Feedback]] = {}
+        self._feedback: dict[int, list[_Feedback]] = {}  # of what travels encoded, by fragment
         self._rooms: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+    def prepare(
+        self, payloads: Sequence[torch.Tensor], *, fragment: int, num_exact: int = 0
+    ) -> None:
         """Make a fragment's residuals, all zero; a second call with the same sizes does nothing."""
+        payloads = payloads[: len(payloads) - num_exact]
         for payload in payloads:
             if payload.dtype != torch.float32 or payload.dim() != 1 or not payload.is_contiguous():
                 message = (
@@ -150,24 +153,26 @@ class CompressedExchange:
         if fragment not in self._feedback:
             message = f"fragment {fragment} was launched before prepare(payloads, fragment=...)"
             raise ConfigurationError(message, hint="prepare every fragment once, at the start")
-        self.prepare(payloads, fragment=fragment)
-        return self._submit(self.codec, payloads, metadata, self._feedback[fragment], what=what)
+        feedback = self._feedback[fragment]
+        encoded, exact = payloads[: len(feedback)], payloads[len(feedback) :]
+        self.prepare(encoded, fragment=fragment)
+        return self._submit(self.codec, encoded, [metadata, *exact], feedback, what=what)
 
     def try_codec(self, codec: Codec, payload: torch.Tensor, *, what: str) -> Job:
         """Queue the sum of a payload that belongs to no fragment."""
         metadata = torch.zeros(1, dtype=torch.float64, device=payload.device)
-        return self._submit(codec, [payload], metadata, [self._new_feedback(payload)], what=what)
+        return self._submit(codec, [payload], [metadata], [self._new_feedback(payload)], what=what)
 
     def _submit(
         self,
         codec: Codec,
         payloads: Sequence[torch.Tensor],
-        metadata: torch.Tensor,
+        exact: Sequence[torch.Tensor],
         feedback: Sequence[_Feedback],
         *,
         what: str,
     ) -> Job:
-        plain, encoded_bytes = [metadata], 0
+        plain, encoded_bytes = [*exact], 0
         if is_exact(codec):
             plain += payloads
         else:
@@ -178,8 +183,8 @@ class CompressedExchange:
         plain_bytes = sum(tensor.nbytes for tensor in plain)
         sent_bytes = ring_bytes(plain_bytes, world_size=self._world_size) + encoded_bytes
         return self._thread.submit(
-            lambda: self._sum(codec, payloads, metadata, feedback),
-            tensors=[*payloads, metadata],
+            lambda: self._sum(codec, payloads, exact, feedback),
+            tensors=[*payloads, *exact],
             what=what,
             sent_bytes=sent_bytes,
         )
@@ -218,18 +223,23 @@ class CompressedExchange:
         self,
         codec: Codec,
         payloads: Sequence[torch.Tensor],
-        metadata: torch.Tensor,
+        exact: Sequence[torch.Tensor],
         feedback: Sequence[_Feedback],
     ) -> None:
-        works = [dist.all_reduce(metadata, group=self._group, async_op=True)]
         together = list(zip(payloads, feedback, strict=True))
+        plain = [*exact]
         if is_exact(codec):
             for payload, part in together:
                 part.release_into(payload, rank=self._rank)
-                size = max(self._bucket_bytes // 4, 1)
-                pieces = torch.split(payload, size) if payload.numel() else ()
-                works += [dist.all_reduce(p, group=self._group, async_op=True) for p in pieces]
+            plain += payloads
             together = []
+        pieces = [
+            piece
+            for tensor in plain
+            if tensor.numel()
+            for piece in torch.split(tensor, max(self._bucket_bytes // tensor.element_size(), 1))
+        ]
+        works = [dist.all_reduce(p, group=self._group, async_op=True) for p in pieces]
         parts = [(a, part, bucket) for a, part in together for bucket in part.buckets]
         for _, part, _ in parts:
             part.kept = True

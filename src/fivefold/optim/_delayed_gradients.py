@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._flat import FlatGroup, Piece
@@ -23,7 +24,7 @@ from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import InAllReduce
 from fivefold.optim._update import PieceStatistics, is_number
 
-_UNFUSE = "make the optimizer with fused=False, or train in bfloat16 without a scaler"
+_UNFUSE = "call scaler.unscale_(optimizer) before scaler.step(optimizer), or use fused=False"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,10 @@ class GradientFragment(Fragment):
                 measured.look_at(piece.payload)
             if total:
                 self._share_rows(gradients)
+        if reading is not None:
+            self._frozen.agree(reading)
+            for parameter in self._frozen.held:
+                parameter.grad = None
         self._has_own, self._finite = own, measured.all_finite()
         if self._first_non_finite():  # then the parameters may be as bad
             self.write_anchor()
@@ -149,6 +154,7 @@ class GradientFragment(Fragment):
         if weight != 1.0:
             for group in self.groups:
                 group.payload.mul_(weight)
+        self._frozen.hold(None, send=send)
         task = MergeTask(
             rule=rule, coefficients=coefficients, send=send, settles=settles, weight=weight
         )
@@ -186,7 +192,7 @@ def _follow(piece: Piece, *, share: float) -> None:
         update = torch.sub(piece.local, piece.anchor, out=piece.scratch)
         change = torch.sub(update, piece.momentum, out=piece.momentum)
         if share:
-            piece.local.add_(change.mul_(share))
+            piece.add(change.mul_(share))
         piece.momentum.copy_(update)
     piece.anchor.copy_(piece.local)
 
@@ -213,6 +219,7 @@ class GradientHooks:
         self._swapped = False
         self._stepping = False
         self._stepped: list[torch.optim.Optimizer] = []
+        self._handles: list[RemovableHandle] = []
         me = weakref.ref(self)  # an optimizer may outlive the engine
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -223,7 +230,7 @@ class GradientHooks:
             if isinstance(optimizer, torch.optim.LBFGS):
                 message = "LBFGS evaluates several gradients in a step, of which one would be sent"
                 raise ConfigurationError(message, hint="use another optimizer, or DelayCorrected")
-            optimizer.register_step_pre_hook(before)
+            self._handles.append(optimizer.register_step_pre_hook(before))
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -235,11 +242,9 @@ class GradientHooks:
             message = "optimizer.step() was called twice without OuterSync.step() between"
             raise ConfigurationError(message, hint="call OuterSync.step() after each step")
         self._stepped.append(optimizer)
+        _prepare_to_step(optimizer)
         if self._swapped:  # by another optimizer of the same model
             return None
-        if getattr(optimizer, "grad_scale", None) is not None:
-            message = "a gradient scaler leaves its scale to this fused optimizer"
-            raise ConfigurationError(message, hint=_UNFUSE)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._swap(own=True)
@@ -247,6 +252,10 @@ class GradientHooks:
 
         @functools.wraps(closure)
         def swapping() -> Any:
+            if self._swapped:
+                message = f"{type(optimizer).__name__} evaluates its closure more than once a step"
+                hint = "of several gradients one would be sent; use DelayCorrected"
+                raise ConfigurationError(message, hint=hint)
             loss = closure()
             self._swap(own=True)
             return loss
@@ -258,12 +267,24 @@ class GradientHooks:
     def complete(self) -> None:
         """Take the step with what arrived, before a launch, where the loop took none."""
         if not self._swapped:
+            if any(fragment.has_moved() for fragment in self._fragments()):
+                message = "the parameters moved, but none of the optimizers took a step"
+                hint = (
+                    "give the optimizer whose step() is called (not one that steps in hooks of the "
+                    "backward pass), or use DelayCorrected"
+                )
+                raise ConfigurationError(message, hint=hint)
             self._step_with_what_arrived()
         elif len(self._stepped) < len(self._optimizers):
             message = f"{len(self._stepped)} of {len(self._optimizers)} optimizers took this step"
             raise ConfigurationError(message, hint="step all of them, or none, before sync.step()")
         self._swapped = False
         self._stepped.clear()
+
+    def close(self) -> None:
+        """Leave the optimizers as they were."""
+        for handle in self._handles:
+            handle.remove()
 
     def drain(self) -> None:
         """Apply the gradient in flight, if there is one."""
@@ -305,6 +326,21 @@ class GradientHooks:
 
     def _fragments(self) -> list[GradientFragment]:
         return [each for each in self._all if isinstance(each, GradientFragment)]
+
+
+def _prepare_to_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer take the step with the mean; refuse one that steps when it cannot."""
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - torch has no public name for it
+        message = "the optimizer steps within the backward pass, before all gradients are there"
+        raise ConfigurationError(message, hint="step after backward(), or use DelayCorrected")
+    if getattr(optimizer, "grad_scale", None) is not None:
+        message = "a gradient scaler leaves its scale to this fused optimizer"
+        raise ConfigurationError(message, hint=_UNFUSE)
+    # A scaler lets a fused optimizer skip where this rank's own gradient is not finite. What it
+    # steps with is the mean of those that were, on every rank.
+    found_inf = getattr(optimizer, "found_inf", None)
+    if isinstance(found_inf, torch.Tensor):
+        optimizer.found_inf = torch.zeros_like(found_inf)  # type: ignore[attr-defined]
 
 
 def _only_makes_state(optimizer: torch.optim.Optimizer) -> bool:

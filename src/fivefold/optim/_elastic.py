@@ -168,13 +168,15 @@ class ElasticTransport:
                 time.sleep(_PAUSE_S)
             what = "joining again"
 
-    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+    def prepare(
+        self, payloads: Sequence[torch.Tensor], *, fragment: int, num_exact: int = 0
+    ) -> None:
         """Refuse rules whose parts travel apart: a newcomer enters at one launch, of the whole.
 
         Raises:
             ConfigurationError: There is more than one fragment.
         """
-        del payloads  # nothing is kept between all-reduces
+        del payloads, num_exact  # nothing is kept between all-reduces, and all are exact
         if fragment > 0:
             message = f"elastic training takes rules with one fragment; got fragment {fragment}"
             hint = "use fragments=1, with a delay_steps of its own if the link allows"

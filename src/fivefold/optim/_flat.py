@@ -42,9 +42,36 @@ class Piece:
     momentum: torch.Tensor | None = None  # m
     # This rank's own pseudo-gradient in flight; of the eager merge its share of it.
     sent: torch.Tensor | None = None
+    value: torch.Tensor | None = None  # of what is only averaged: this rank's own value in flight
     start: torch.Tensor | None = None  # where this rank's round began, where that is not the anchor
     own_momentum: torch.Tensor | None = None  # v of the eager merge
     gradient: torch.Tensor | None = None  # D for an outer optimizer
+    rest: torch.Tensor | None = None  # what the last write into 16-bit tensors rounded away
+
+    def apart(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return how far the anchor is from what the worker has: its pseudo-gradient."""
+        if self.rest is None:
+            return torch.sub(self.as_written(self.anchor), self.local, out=out)
+        return torch.sub(self.anchor, self.local, out=out).sub_(self.rest)
+
+    def as_written(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what values of the outer state become where they are written."""
+        if not is_narrow(self.local):
+            return values
+        return values.to(self.local.dtype).to(values.dtype)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Set the live tensor, and keep what it cannot hold."""
+        self.local.copy_(values)
+        if self.rest is not None:
+            torch.sub(values, self.local, out=self.rest)
+
+    def add(self, change: torch.Tensor) -> None:
+        """Add to the live tensor; ``change`` is overwritten."""
+        if self.rest is None:
+            self.local.add_(change)
+        else:
+            self.write(change.add_(self.rest).add_(self.local))
 
 
 class FlatGroup:
@@ -76,7 +103,8 @@ class FlatGroup:
             return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
 
         self.anchor, self.payload = zeros(), zeros()
-        self.extras = {name: zeros() for name in sorted(extras)}
+        kept = set(extras) - ({"rest"} if not is_narrow(self.tensors[0]) else set())
+        self.extras = {name: zeros() for name in sorted(kept)}
         # Fresh memory costs a page fault per 4 KiB, which is more than the arithmetic on it.
         on_cpu = device.type == "cpu"
         self._scratch = torch.empty(_CPU_PIECE_ELEMENTS, dtype=dtype) if on_cpu else None
@@ -100,8 +128,9 @@ class FlatGroup:
         for name in ("sent", "own_momentum"):
             if name in self.extras:
                 self.extras[name].zero_()
-        if "start" in self.extras:
-            self.extras["start"].copy_(self.anchor)
+        for name in ("start", "value"):
+            if name in self.extras:
+                self.extras[name].copy_(self.anchor)
 
     def pieces(self, of: Sequence[torch.Tensor] | None = None) -> Iterator[Piece]:
         """Yield cache-sized views over all elements, in a fixed order.
@@ -199,23 +228,39 @@ def flat_groups(
     extras: Iterable[str],
     share: RowShare,
     device: torch.device | None = None,
+    least: torch.dtype = torch.float32,
 ) -> list[FlatGroup]:
-    """Group tensors by device and outer data type."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    """Group tensors by device and outer data type, which is at least ``least``.
+
+    Those of 16 bits are apart: they alone need room for what a write rounds away.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[torch.Tensor]] = {}
     names = tuple(extras)
     for tensor in dict.fromkeys(tensors):
         _require_dense(tensor)
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
-        groups.setdefault((tensor.device, dtype), []).append(tensor)
+        dtype = torch.promote_types(tensor.dtype, least)
+        groups.setdefault((tensor.device, dtype, is_narrow(tensor)), []).append(tensor)
     return [
         FlatGroup(found, dtype=dtype, extras=names, share=share, device=device)
-        for (_, dtype), found in groups.items()
+        for (_, dtype, _), found in groups.items()
     ]
+
+
+def is_narrow(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has fewer bits than the outer state, which writes round away."""
+    return tensor.element_size() < torch.float32.itemsize
 
 
 def _require_dense(tensor: torch.Tensor) -> None:
     local = local_tensor(tensor)
-    if type(local) is torch.Tensor and local.layout == torch.strided and not local.is_complex():
+    strides = zip(local.shape, local.stride(), strict=True) if local.layout == torch.strided else ()
+    if any(size > 1 and stride == 0 for size, stride in strides):
+        shape = tuple(local.shape)
+        message = f"a tensor of shape {shape} that is to be averaged repeats its elements (expand)"
+        raise ConfigurationError(message, hint="keep tensor.clone(), or what was expanded")
+    plain = type(local) is torch.Tensor and local.layout == torch.strided
+    if plain and local.is_floating_point() and local.element_size() > 1:
         return
     message = f"parameters must be dense real tensors; got {type(local).__name__} of {local.dtype}"
-    raise ConfigurationError(message, hint="sparse, quantised and complex ones are not supported")
+    hint = "sparse, quantised, complex and 8-bit ones cannot be trained here; freeze them"
+    raise ConfigurationError(message, hint=hint)

@@ -7,6 +7,7 @@ outer step. Live parameters are touched on the training thread only, at boundari
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -17,10 +18,13 @@ import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.optim._flat import FlatGroup, Piece
+from fivefold.optim._frozen import FrozenTensors
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
 from fivefold.optim._metadata import (
     Metadata,
     MetadataReading,
+    names_apart,
+    payload_hash,
     replica_hash,
     require_equal,
     require_equal_inside,
@@ -28,7 +32,13 @@ from fivefold.optim._metadata import (
 from fivefold.optim._outer_optimizer import OuterOptimizer, OuterOptimizerStep
 from fivefold.optim._schedule import Boundary, RoundSchedule
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import EngineContext, InAllReduce, OuterState
+from fivefold.optim._state import (
+    OF_OPTIMIZER,
+    EngineContext,
+    InAllReduce,
+    OuterState,
+    is_handed_over,
+)
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
 from fivefold.optim.statistics import AllReduceRecord
 
@@ -36,14 +46,7 @@ from fivefold.optim.statistics import AllReduceRecord
 _MOST_ATTEMPTS = 16
 _POLL_S = 0.0005
 
-OF_OPTIMIZER = "outer_optimizer."
-"""What the names of an outer optimizer's own tensors begin with."""
-_EQUAL = ("anchor", "momentum")  # on all workers, between boundaries
-
-
-def is_shared(key: str) -> bool:
-    """Return whether a buffer is equal on all workers once an all-reduce has landed."""
-    return key in (*_EQUAL, "payload") or key.startswith(OF_OPTIMIZER)
+_THE_SAME = "resume with the model that was saved, the same parameters trainable; freeze them then"
 
 
 class Fragment:
@@ -63,7 +66,7 @@ class Fragment:
         self.averaged = averaged
         self.schedule = schedule
         self.launching: int | None = None
-        self._shared = context
+        self._frozen, self._shared = FrozenTensors(groups), context
         self._state = OuterState(own_share=1.0 / context.transport.world_size)
         self._in_flight: InAllReduce | None = None
         self._round_began_s: float | None = None
@@ -83,7 +86,12 @@ class Fragment:
             anchors = [view for group in groups for view in group.shaped(group.anchor)]
             gradients = [v for group in groups for v in group.shaped(group.extras["gradient"])]
             self._optimizer = OuterOptimizerStep(context.rule, zip(anchors, gradients, strict=True))
-        context.transport.prepare(self._payloads(), fragment=index)
+        context.transport.prepare(self._payloads(), fragment=index, num_exact=self._num_exact)
+
+    @property
+    def _num_exact(self) -> int:
+        """Return how many of the last payloads no codec may round: those of buffers."""
+        return len(self.averaged)
 
     @property
     def all_groups(self) -> list[FlatGroup]:
@@ -152,7 +160,7 @@ class Fragment:
         if self.launching is not None:
             del state["in_flight"]
         state["tensors"] = {
-            name: {key: value for key, value in entries.items() if _is_known(key, state)}
+            name: {key: value for key, value in entries.items() if is_handed_over(key, state)}
             for name, entries in state["tensors"].items()
         }
         return state
@@ -162,10 +170,17 @@ class Fragment:
         self._load_buffers(self._buffers(), state["tensors"])
         self._load_numbers(state)
 
+    def begin_with(
+        self, tensors: dict[str, dict[str, Any]], *, total_steps: int, weight: float | None
+    ) -> None:
+        """Begin rounds of another shape with saved buffers, of which nothing is in flight."""
+        self._load_buffers(self._buffers(), {name: tensors.get(name, {}) for name in self.names()})
+        self.schedule.total_steps, self._state.weight = total_steps, weight
+
     def load_shared(self, state: dict[str, Any]) -> None:
         """Stand where the workers stand in their round, at the anchor, with nothing of its own."""
         mine = {
-            name: {key: buffer for key, buffer in entries.items() if _is_known(key, state)}
+            name: {key: buffer for key, buffer in entries.items() if is_handed_over(key, state)}
             for name, entries in self._buffers().items()
         }
         self._load_buffers(mine, state["tensors"])
@@ -195,8 +210,11 @@ class Fragment:
                         f"the saved outer state has {there} for the {key} of {name}, the model "
                         f"has {tuple(buffer.shape)}"
                     )
-                    raise ConfigurationError(message, hint="resume with the model that was saved")
+                    raise ConfigurationError(message, hint=_THE_SAME)
                 buffer.copy_(found)
+        if gone := sorted(saved.keys() - mine.keys()):
+            message = f"the saved outer state has {gone[0]}, which this model does not train"
+            raise ConfigurationError(message, hint=_THE_SAME)
 
     def _numbers(self) -> dict[str, Any]:
         return {
@@ -242,8 +260,7 @@ class Fragment:
         self._exact = boundary.exact
         self._finish_compute()
         started_s = time.perf_counter()
-        meter = self._shared.meter
-        waited_before_s = meter.exposed_wait_s
+        waited_before_s = (meter := self._shared.meter).exposed_wait_s
         landed = self._arrive() if boundary.arriving_round is not None else None
         launched, waits = boundary.launched_round, boundary.wait_for_launched
         if boundary.drains and launched is None and landed is not None and not landed.arrived:
@@ -278,8 +295,8 @@ class Fragment:
             if not lost:
                 return
             self._launch(landed.round, anchor_hash=0, step_s=0.0)
-        message = f"round {landed.round} was lost {_MOST_ATTEMPTS} times in a row"
         hint = "look at the network between the workers; start again from the last checkpoint"
+        message = f"round {landed.round} was lost {_MOST_ATTEMPTS} times in a row"
         raise CommunicationError(message, hint=hint)
 
     def _weight_after(self, landed: InAllReduce, *, has_steps: bool) -> float | None:
@@ -296,6 +313,8 @@ class Fragment:
         for group in self.all_groups:
             group.forget_own_part()
         self.write_anchor()
+        for piece in self._pieces(of=[g for g in self.all_groups if "rest" in g.extras]):
+            piece.write(piece.anchor)
 
     @torch.no_grad()
     def begin_at_mean(self) -> None:
@@ -319,9 +338,14 @@ class Fragment:
         )
         reading = self._metadata.read()
         self._tell_left_out(reading, round_number=self.schedule.round)
-        for group in self.groups:
+        for group in self.all_groups:
             group.anchor.sub_(group.payload.div_(reading.total_weight))
         self.begin()
+
+    def has_moved(self) -> bool:
+        """Return whether the parameters are no longer what the last step left."""
+        pieces = self._pieces(of=self.groups)
+        return any(not torch.equal(p.local, p.as_written(p.anchor)) for p in pieces)
 
     def land(self) -> None:
         """Wait for what is in flight; it stays in flight in the schedule's sense."""
@@ -361,20 +385,22 @@ class Fragment:
         """Take in what all ranks wrote; raise or warn where it tells of trouble."""
         state, rank = self._state, self._shared.transport.rank
         self._tell_left_out(reading, round_number=round_number)
-        if rank == 0:
+        if rank == 0 and round_number == 0:
             reading.tell_same_work()
         reading.require_weights_alike()
         # Those whose payload was left out too; empty slots and newcomers have neither.
-        there = zip(reading.hash, reading.weight, strict=True)
-        hashes = {slot: int(h) for slot, (h, weight) in enumerate(there) if h or weight}
-        require_equal(hashes, round_number=round_number)
+        there = enumerate(zip(reading.hash, reading.weight, strict=True))
+        hashes = {slot: int(h) for slot, (h, weight) in there if h or weight}
+        apart = functools.partial(names_apart, self.names, self.groups, self._shared.transport)
+        alone = self._shared.rule.merge == "gradients"
+        require_equal(hashes, round_number=round_number, apart=apart, of_gradients=alone)
         if reading.total_weight:
             own = reading.weight[rank] if reading.fits(self._shared.transport.world_size) else 0.0
             state.own_share = own / reading.total_weight
-        flown = [time_s for time_s in reading.all_reduce_s if time_s > 0]
-        if flown:
+        if flown := [time_s for time_s in reading.all_reduce_s if time_s > 0]:
             state.link_s = min(flown)
             self._shared.meter.add_link_time(state.link_s, turn=self.schedule.total_steps)
+        self._shared.fixed.compare(reading.fixed, reading.weight)
         if self.index == 0:
             self._shared.on_reading(reading, round_number)
 
@@ -388,12 +414,13 @@ class Fragment:
             found += reading.tell_outlying(what, round_number=round_number)
         self._shared.meter.left_out_payloads += found
 
-    def _work_hash(self, round_number: int) -> int:
-        """Return a hash of the first payload; 0 later, and where it is all zeros."""
-        payloads = [group.payload for group in self.groups]
-        if round_number or self.index:
-            return 0
-        return replica_hash(payloads) if any(bool(p.any()) for p in payloads) else 0
+    def _work_hashes(self, round_number: int) -> dict[str, float]:
+        """Return hashes of the first payload by the optimizers' groups; 0 where it is all zeros."""
+        parts: dict[str, list[torch.Tensor]] = {}
+        for group in self.groups if round_number == 0 else ():
+            for tensor, view in zip(group.tensors, group.shaped(group.payload), strict=True):
+                parts.setdefault(f"work_{self._shared.group_of(tensor) % 4}", []).append(view)
+        return {name: float(payload_hash(views)) for name, views in parts.items()}
 
     def _norm(self, weight: float) -> float:
         """Return the norm of this worker's payload per weight."""
@@ -439,7 +466,7 @@ class Fragment:
             arrived = bool(handle.wait())
             self._metadata.fetch()
             landed = self._side.record_event()
-        # Polled, since NCCL reports no failure here: a wait for the stream would have no end.
+        # Polled: NCCL reports no failure here, and a wait for the stream would have no end.
         deadline_s = time.monotonic() + self._shared.timeout_s
         while not landed.query():
             if time.monotonic() > deadline_s:
@@ -475,13 +502,13 @@ class Fragment:
         if self._exact:
             self._state.gap = 1.0
             return mean
-        in_lr_units = shared.rule.units == "lr"
+        by_lr = shared.rule.units == "lr"
         return outer_coefficients(
             shared.rule,
             self._state,
             reading=reading,
-            send_unit=all_reduce.unit if in_lr_units else 1.0,
-            step_unit=self._inner_lr() if in_lr_units else 1.0,
+            send_unit=all_reduce.unit if by_lr else 1.0,
+            step_unit=self._inner_lr() if by_lr else 1.0,
             elements=sum(group.anchor.numel() for group in self.groups),
             shard_sum=list if shared.worker is None else shared.worker.sum_shards,
         )
@@ -511,15 +538,20 @@ class Fragment:
                 self._optimizer.step()
             for piece in self._pieces(of=self.groups):
                 piece.local.copy_(piece.anchor)
+        reading = None if landed is None or not landed.arrived else landed.reading
+        self._frozen.hold(reading, send=send)
         averaged = self._average(task, landed)
         self._share_rows()
         self._account(measured, coefficients, arrived=landed is not None)
         self._finite = measured.all_finite() and averaged.all_finite()
 
     def _average(self, task: MergeTask, landed: InAllReduce | None) -> PieceStatistics:
-        """Average the buffers by the delay-corrected merge, whatever the rule is."""
-        task = replace(task, coefficients=self._mean(landed))
-        return merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["correct"])
+        """Average the buffers, whatever the rule is."""
+        mean = self._mean(landed)
+        reading = None if landed is None else landed.reading
+        total = 0.0 if reading is None else reading.total_weight
+        task = replace(task, coefficients=mean, total_weight=total)
+        return merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["average"])
 
     def _account(
         self, measured: PieceStatistics, coefficients: OuterCoefficients | None, *, arrived: bool
@@ -546,8 +578,7 @@ class Fragment:
         non_finite = self._first_non_finite()
         if non_finite:  # as if this worker had done nothing
             weight = 0.0
-            self._clear_payloads()
-            self._shared.on_non_finite()
+            self._leave_out()
         non_finite = non_finite or self._untold
         self._untold = 0
         norm = outlying = 0.0
@@ -556,8 +587,7 @@ class Fragment:
             times = self._state.times_the_usual(norm)
             if times > self._shared.outlier_factor:
                 outlying, weight = times, 0.0
-                self._clear_payloads()
-                self._shared.on_non_finite()
+                self._leave_out()
         self._send(
             round_number,
             weight=weight,
@@ -566,7 +596,7 @@ class Fragment:
             anchor_hash=anchor_hash,
             step_s=step_s,
             non_finite=non_finite,
-            work=float(self._work_hash(round_number)) if weight else 0.0,
+            **(self._work_hashes(round_number) if weight else {}),
         )
 
     def _first_non_finite(self) -> int:
@@ -581,6 +611,10 @@ class Fragment:
             numbers = [int(number) for (number,) in worker.gather([float(found)]) if number]
             found = min(numbers, default=0)
         return found
+
+    def _leave_out(self) -> None:
+        self._clear_payloads()
+        self._shared.on_non_finite()
 
     def _clear_payloads(self) -> None:
         for payload in self._payloads():
@@ -607,13 +641,15 @@ class Fragment:
             step_s=step_s,
             all_reduce_s=state.last_all_reduce_s,
             pending=shared.pending() if self.index == 0 else 0.0,
+            fixed=shared.fixed.digest(round_number) if self.index == 0 else 0.0,
             non_finite=float(non_finite),
+            frozen=self._frozen.announced(),
             **seen,
         )
         state.last_delta = 0.0  # each norm travels once
         part = "" if self.index == 0 else f" of fragment {self.index}"
-        step = self.schedule.total_steps
-        what = f"the all-reduce of round {round_number}{part} (launched after step {step})"
+        step = f"launched after step {self.schedule.total_steps}"
+        what = f"the all-reduce of round {round_number}{part} ({step})"
         unit = self._inner_lr()
         self.launching = round_number
         try:
@@ -662,8 +698,3 @@ class Fragment:
             (self._state.weight,) = worker.sum([self._state.weight])
         if self.groups:  # an optimizer's states are sharded as their parameters are
             worker.average([tensor for group in self.averaged for tensor in group.tensors])
-
-
-def _is_known(key: str, state: dict[str, Any]) -> bool:
-    """Return whether a buffer belongs to what a peer hands over: no sum that is only launched."""
-    return is_shared(key) and (key != "payload" or "in_flight" in state)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientFragment
@@ -24,7 +25,14 @@ from fivefold.optim._fragment import Fragment
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import RoundSchedule
-from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, reshard, worker_group_of
+from fivefold.optim._shards import (
+    RowShare,
+    WorkerGroup,
+    local_tensor,
+    memory_of,
+    reshard,
+    worker_group_of,
+)
 from fivefold.optim._state import EngineContext
 from fivefold.optim._update import GapPenalty, is_number
 from fivefold.optim.codecs import Codec, is_exact, resolve_codec
@@ -50,9 +58,26 @@ def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
     return tuple(name for name, wanted in needed.items() if wanted)
 
 
+def carries_rest(rule: OuterRule) -> bool:
+    """Return whether a rule writes what is not its anchor, so that 16-bit tensors need a rest.
+
+    What a write of the anchor itself rounds away is known from the anchor.
+    """
+    if rule.merge == "gradients":
+        return isinstance(rule, DelayedGradients) and rule.extrapolation > 0
+    if rule.merge == "replace":
+        return rule.delay_steps is not None or (rule.delayed and rule.auto_tau is not None)
+    return rule.merge in {"correct", "pull"}
+
+
 def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the trainable parameters by name, each once."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """Return the trainable parameters by name, each piece of memory once."""
+    found: dict[object, tuple[str, torch.Tensor]] = {}
+    out = left_out(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in out:
+            found.setdefault(memory_of(parameter) or id(parameter), (name, parameter))
+    return dict(found.values())
 
 
 def make_fragments(model: torch.nn.Module, context: EngineContext) -> list[Fragment]:
@@ -101,9 +126,13 @@ def _fragment(
     buffers: Iterable[torch.Tensor] = (),
 ) -> Fragment:
     share = RowShare() if context.worker is None else context.worker.share
+    rest = ("rest",) if carries_rest(context.rule) else ()
     groups, averaged = (
-        flat_groups(tensors, extras=kept, share=share, device=context.outer_device)
-        for tensors, kept in ((parameters, context.extras), (buffers, ("sent",)))
+        flat_groups(tensors, extras=kept, share=share, device=context.outer_device, least=least)
+        for tensors, kept, least in (
+            (parameters, (*context.extras, *rest), torch.float32),
+            (buffers, ("value", "rest"), torch.float64),
+        )
     )
     kind = GradientFragment if context.rule.merge == "gradients" else Fragment
     return kind(index, groups, averaged=averaged, schedule=schedule, context=context)
@@ -160,16 +189,46 @@ def _cut(parameters: list[torch.Tensor], number: int) -> list[list[torch.Tensor]
 
 
 def averaged_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the floating-point buffers of the state dict by name, each once."""
-    kept = set(model.state_dict(keep_vars=True))
-    return {n: b for n, b in model.named_buffers() if n in kept and b.is_floating_point()}
+    """Return the floating-point buffers of the state dict by name, each piece of memory once.
+
+    Those of 8 bits are tables of values that no mean can be written into.
+    """
+    kept = set(model.state_dict(keep_vars=True)) - left_out(model)
+    found: dict[object, tuple[str, torch.Tensor]] = {}
+    for name, buffer in model.named_buffers():
+        if name in kept and buffer.is_floating_point() and buffer.element_size() > 1:
+            found.setdefault(memory_of(buffer) or id(buffer), (name, buffer))
+    of_parameters = {memory_of(p) for p in model.parameters()}
+    return dict(each for place, each in found.items() if place not in of_parameters)
 
 
-def fixed_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the frozen parameters and the buffers that are not averaged."""
-    averaged = set(averaged_buffers(model).values())
-    frozen = [p for p in dict.fromkeys(model.parameters()) if not p.requires_grad]
-    return [*frozen, *(b for b in dict.fromkeys(model.buffers()) if b not in averaged)]
+def fixed_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the frozen parameters and the buffers that are not averaged, by name."""
+    out, averaged = left_out(model), set(map(id, averaged_buffers(model).values()))
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    others = {n: b for n, b in model.named_buffers() if id(b) not in averaged}
+    return {name: tensor for name, tensor in (frozen | others).items() if name not in out}
+
+
+_OF_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+def left_out(model: torch.nn.Module) -> set[str]:
+    """Return the names of what each rank keeps for itself."""
+    return set(getattr(model, _OF_DDP, ()))
+
+
+def leave_out(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Add names to the list of what each rank keeps for itself, which is the model's."""
+    if not names:
+        return
+    known = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    strange = sorted(set(names) - known)
+    if isinstance(names, str) or strange:
+        message = f"ignore names {names if isinstance(names, str) else strange[0]!r}"
+        hint = "give a list of names as model.named_parameters() and named_buffers() have them"
+        raise ConfigurationError(f"{message}, which the model has not", hint=hint)
+    setattr(model, _OF_DDP, sorted(left_out(model) | set(names)))
 
 
 _ELEMENT_BYTES = 4  # the outer state is float32 for parameters of at most 32 bits
@@ -183,12 +242,14 @@ def outer_state_bytes(
     num_shards: int = 1,
     codec: str | Codec = "fp32",
 ) -> int:
-    """Return the bytes of outer state that each rank keeps for float32 or 16-bit parameters.
+    """Return the bytes of outer state that each rank keeps for float32 parameters.
 
     Per parameter: 4 for the anchor, 4 for the payload, 4 for the momentum where the rule has one,
     4 for what delay-corrected merges sent, 12 more for the eager merge with momentum, 4 for the
     gradient of an outer optimizer (whose own state is not counted), and 4 + 4 / num_workers for
-    the residuals of a lossy codec; all of it divided by ``num_shards``.
+    the residuals of a lossy codec; all of it divided by ``num_shards``. 16-bit parameters need 4
+    more with rules that correct or pull, with fragments, and with extrapolated gradients: what a
+    write rounds away is carried.
 
     Args:
         rule: The outer rule.
@@ -225,7 +286,9 @@ def may_lose(transport: Transport) -> bool:
 def rule_for(rule: OuterRule, model: torch.nn.Module, transport: Transport) -> OuterRule:
     """Return the rule with what it leaves to the model and the transport: its fragments."""
     parameters = trainable(model).values()
-    num_bytes = 0 if may_lose(transport) else sum(p.nbytes for p in parameters)
+    num_bytes = None if rule.auto_tau is None else sum(p.nbytes for p in parameters)
+    if may_lose(transport):
+        num_bytes = 0  # workers that come and go take part in launches of the whole
     return rule.for_model(most_fragments(tensors=len(parameters), num_bytes=num_bytes))
 
 
@@ -254,7 +317,8 @@ def find_worker(
     if isinstance(rule.penalty, GapPenalty) and plain and len(plain) < len(parameters):
         message = f"the gap penalty needs norms, but {plain[0]} is not sharded as the others are"
         raise ConfigurationError(message, hint='shard all, or use staleness="none"')
-    worker.broadcast([*model.parameters(), *model.buffers()])
+    out, named = left_out(model), itertools.chain(model.named_parameters(), model.named_buffers())
+    worker.broadcast([tensor for name, tensor in named if name not in out])
     return worker
 
 
@@ -285,6 +349,7 @@ def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...],
     return [
         (name, tuple(local_tensor(p).shape), str(p.dtype), kinds[p.requires_grad])
         for name, p in model.named_parameters()
+        if name not in left_out(model)
     ]
 
 
@@ -315,21 +380,6 @@ def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
                 raise ConfigurationError(message, hint=hint)
 
 
-def as_optimizers(
-    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the inner optimizers as a tuple; refuse what is none."""
-    several = tuple(given) if isinstance(given, Sequence) else (given,)
-    for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
-            raise ConfigurationError(message, hint="pass one, or a list of them")
-    if not several:
-        message = "optimizer is an empty list"
-        raise ConfigurationError(message, hint="pass the optimizers that train the model")
-    return several
-
-
 _LONGEST_S = 10**6  # gloo counts milliseconds in 32 bits
 
 
@@ -347,6 +397,7 @@ def require_usable(
     if isinstance(bare, torch.nn.parallel.DistributedDataParallel):
         message = "the model is wrapped in DistributedDataParallel, which communicates every step"
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
+    _require_readable(model)
     if not isinstance(rule, OuterRule):
         message = f"rule must be an outer rule; got {rule!r}"
         raise ConfigurationError(message, hint="give one, such as CO2(tau=8)")
@@ -360,6 +411,32 @@ def require_usable(
     if outlier_factor is not None and not (is_number(outlier_factor) and outlier_factor > 1):
         message = f"outlier_factor must be a number above 1, or None; got {outlier_factor!r}"
         raise ConfigurationError(message, hint="10 leaves out what is ten times the usual size")
+
+
+def _require_readable(model: torch.nn.Module) -> None:
+    """Refuse tensors that have no elements to send, or whose elements are others' too."""
+    ends: dict[object, list[tuple[int, int, str]]] = {}
+    out = left_out(model)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name in out:
+            continue
+        kind = type(tensor).__name__
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            hint = "run one forward pass before OuterSync is made"
+            raise ConfigurationError(f"{name} has no shape yet ({kind})", hint=hint)
+        local = local_tensor(tensor)
+        if local.is_meta or local.layout != torch.strided or local.is_quantized:
+            what = "on the meta device" if local.is_meta else f"{local.layout} {local.dtype}"
+            hint = "materialise it, keep it dense, or leave it out (see ignore)"
+            raise ConfigurationError(f"{name} is {what} and cannot be sent", hint=hint)
+        if tensor.requires_grad and local.numel() and local.is_contiguous():
+            place = local.untyped_storage().data_ptr(), local.device
+            ends.setdefault(place, []).append((local.data_ptr(), local.nbytes, name))
+    for parts in ends.values():
+        for (start, size, name), (after, more, other) in itertools.pairwise(sorted(parts)):
+            if start + size > after and (start, size) != (after, more):
+                message = f"{name} and {other} have some elements in common"
+                raise ConfigurationError(message, hint="make one parameter, and views in forward()")
 
 
 _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may announce one round apart

@@ -38,6 +38,7 @@ class MergeTask:
     weight: float = 1.0  # factor of the payload
     resend: bool = False  # whether the all-reduce was lost: this rank's part of it goes out again
     own_share: float = 0.0  # share of this rank's own part in the mean, for the merge "eager"
+    total_weight: float = 0.0  # sum of the weights in what arrived
 
 
 Merge = Callable[[Piece, MergeTask, PieceStatistics], None]
@@ -70,7 +71,7 @@ def _put(payload: torch.Tensor, pseudo_gradient: torch.Tensor, task: MergeTask) 
 
 
 def _put_difference(piece: Piece, task: MergeTask) -> None:
-    torch.sub(piece.anchor, piece.local, out=piece.payload)
+    piece.apart(out=piece.payload)
     if task.weight != 1.0:
         piece.payload.mul_(task.weight)
 
@@ -94,54 +95,52 @@ def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
     if not (task.send or task.settles):
         _move_along(piece, task, statistics)
         return
-    fresh = torch.sub(piece.anchor, piece.local, out=piece.scratch) if task.send else None
+    fresh = piece.apart(out=piece.scratch) if task.send else None
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
     if fresh is not None:
         _keep_and_put(piece, fresh, task)
-    piece.local.copy_(piece.anchor)
+    piece.write(piece.anchor)
 
 
 def _move_along(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # In the middle of a round: the local steps since the launch move with the anchor, so that they
     # are the next pseudo-gradient, whole. What was lost is added to them.
     if task.coefficients is not None:
-        own = torch.sub(piece.local, piece.anchor, out=piece.scratch)
+        own = piece.apart(out=piece.scratch).neg_()
         _outer_step(piece, task, statistics)
-        piece.local.copy_(own.add_(piece.anchor))
+        piece.write(own.add_(piece.anchor))
     elif task.resend:
         assert piece.sent is not None, "what may be lost is kept"
-        piece.local.sub_(piece.sent)
+        piece.add(torch.neg(piece.sent, out=piece.scratch))
 
 
 def _pull(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # What a worker keeps of its own stays in its next pseudo-gradient, so nothing is sent again
     # when an all-reduce is lost.
-    anchor, local = piece.anchor, piece.local
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
-        apart = torch.sub(local, anchor, out=piece.scratch)
-        local.copy_(apart.mul_(task.rule.local_share).add_(anchor))
+        apart = piece.apart(out=piece.scratch).neg_()
+        piece.write(apart.mul_(task.rule.local_share).add_(piece.anchor))
     if task.settles:
-        local.copy_(anchor)
+        piece.write(piece.anchor)
     if task.send:
         _put_difference(piece, task)
 
 
 def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # The pseudo-gradient to send is that of the corrected parameters against the new anchor.
-    anchor, local, sent = piece.anchor, piece.local, piece.sent
+    sent = piece.sent
     assert sent is not None, "rules that correct keep what they sent"
     if task.coefficients is not None:
         # With d = x - y and D = x - mean(y) this adds mean(y) - y.
         mean = torch.mul(piece.payload, task.coefficients.delta_scale, out=piece.scratch)
-        local.add_(sent.sub_(mean))
+        piece.add(sent.sub_(mean))
         _outer_step(piece, task, statistics)
     if task.settles:
-        local.copy_(anchor)
+        piece.write(piece.anchor)
     if task.send:
-        torch.sub(anchor, local, out=sent)
-        _put(piece.payload, sent, task)
+        _put(piece.payload, piece.apart(out=sent), task)
 
 
 def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
@@ -158,7 +157,7 @@ def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
         start.copy_(anchor)
         local.copy_(anchor)
         return
-    fresh = start - local
+    fresh = piece.as_written(start) - local
     own_offset = start.sub_(anchor)
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
@@ -175,7 +174,7 @@ def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
 
 def _hand_over(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # For an outer optimizer, which steps after this pass: the model is written after that.
-    fresh = torch.sub(piece.anchor, piece.local, out=piece.scratch) if task.send else None
+    fresh = piece.apart(out=piece.scratch) if task.send else None
     if task.coefficients is not None:
         assert piece.gradient is not None, "an outer optimizer has gradients"
         statistics.elements += piece.payload.numel()
@@ -191,11 +190,46 @@ def _exact(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
         scale = task.coefficients.delta_scale
         piece.anchor.sub_(torch.mul(piece.payload, scale, out=piece.scratch))
     if task.settles:
-        piece.local.copy_(piece.anchor)
+        piece.write(piece.anchor)
         if piece.start is not None:
             piece.start.copy_(piece.anchor)
     if task.send:
         _put_difference(piece, task)
+
+
+def _average(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
+    # Buffers: statistics, flags, counters. They travel as values, in float64, and the mean is a
+    # quotient: what is equal on all ranks stays what it is bit for bit, and a mean of what is not
+    # negative is not negative.
+    del statistics
+    value = piece.value
+    assert value is not None, "what is averaged keeps what it sent"
+    if task.coefficients is not None:
+        mean = torch.div(piece.payload, task.total_weight, out=piece.payload)
+        piece.anchor.copy_(mean)
+        piece.write(_brought_to(mean, _value(piece), value))
+    if task.settles:
+        piece.write(piece.anchor)
+    if task.send:
+        value.copy_(_value(piece))
+        torch.mul(value, task.weight, out=piece.payload)
+
+
+def _value(piece: Piece) -> torch.Tensor:
+    """Return a buffer in the outer state's data type, with what its last write rounded away."""
+    local = piece.local.to(piece.anchor.dtype)
+    return local if piece.rest is None else local + piece.rest
+
+
+def _brought_to(mean: torch.Tensor, now: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    """Return what a buffer that was ``sent`` and is ``now`` becomes when the mean arrives."""
+    # What was added since the launch stays: now + (mean - sent). But a running variance that has
+    # shrunk since, and is above the mean, would go below zero; it shrinks by the same factor
+    # instead. Both agree where they meet, at now = sent and at mean = sent.
+    moved = torch.where(now == sent, mean, now + (mean - sent))
+    pulled, decayed = mean / sent, now / sent
+    shrinks = (pulled >= 0) & (pulled < 1) & (decayed >= 0) & (decayed < 1)
+    return torch.where(shrinks, now * pulled, moved)
 
 
 MERGES: dict[str, Merge] = {
@@ -205,6 +239,7 @@ MERGES: dict[str, Merge] = {
     "eager": _eager,
     "hand over": _hand_over,
     "exact": _exact,
+    "average": _average,
 }
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, fields
 import torch
 
 from fivefold.errors import ConfigurationError, NonFiniteError, ReplicaMismatchError
+from fivefold.optim._flat import FlatGroup
 from fivefold.optim._update import Number
+from fivefold.optim.transport import Transport
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class MetadataReading:
     step_s: list[float]  # seconds per local step that an all-reduce can hide behind
     all_reduce_s: list[float]  # seconds of each rank's last all-reduce
     pending: list[float]  # what of the model's parameters each rank would adopt; 0 for nothing
+    frozen: list[float]  # what of this fragment each rank has frozen; 0 for nothing
     # Number, from 1, of the first tensor in which each rank had a not-a-number or an infinity:
     # its payload is zeros of weight 0. 0 where all numbers are finite.
     non_finite: list[float]
@@ -38,8 +41,13 @@ class MetadataReading:
     norm: list[float]
     # How many times the usual norm that is, where it was left out for this; else 0.
     outlying: list[float]
-    # Hash of each rank's first payload, which differs where ranks train apart; else 0.
-    work: list[float]
+    # Hashes of each rank's first payload, which differ where ranks train apart, of the parameters
+    # of the optimizers' groups 0, 4, 8, ..., of 1, 5, ..., and so on; else 0.
+    work_0: list[float]
+    work_1: list[float]
+    work_2: list[float]
+    work_3: list[float]
+    fixed: list[float]  # digest of each rank's fixed tensors; 0 where none was taken
 
     @property
     def total_weight(self) -> float:
@@ -94,13 +102,21 @@ class MetadataReading:
 
     def tell_same_work(self) -> None:
         """Warn where gradients are averaged beside the engine: then all ranks do the same steps."""
-        found = {h for h, weight in zip(self.work, self.weight, strict=True) if weight}
-        if sum(map(bool, self.work)) > 1 and len(found) == 1:
+        together = apart = 0
+        for hashes in (self.work_0, self.work_1, self.work_2, self.work_3):
+            taken = [h for h, weight in zip(hashes, self.weight, strict=True) if weight]
+            if sum(map(bool, taken)) > 1:
+                together += len(set(taken)) == 1
+                apart += len(set(taken)) > 1
+        if together:
             _LOG.warning(
-                "all ranks sent the same pseudo-gradient in the first round: gradients are already "
-                "averaged by something else, or all ranks read the same data. Take away "
+                "all ranks sent the same pseudo-gradient in the first round%s: gradients are "
+                "already averaged by something else, an optimizer shares its work out over the "
+                "ranks (ZeRO, a distributed Muon), or all ranks read the same data. Take away "
                 "DistributedDataParallel (integrations.disable_ddp, use_outer_sync, "
-                "lightning_strategy), and give each rank data of its own (DistributedSampler)"
+                "lightning_strategy), take an optimizer that does not communicate (MuonAdamW), and "
+                "give each rank data of its own (DistributedSampler)",
+                " for some of the optimizers' groups" if apart else "",
             )
 
     @classmethod
@@ -162,6 +178,11 @@ def replica_hash(tensors: Sequence[torch.Tensor]) -> int:
     return plain * (1 << 26) + weighted
 
 
+def payload_hash(parts: Sequence[torch.Tensor]) -> int:
+    """Hash the parts of a payload; 0 where they are all zeros."""
+    return replica_hash(parts) if any(bool(part.any()) for part in parts) else 0
+
+
 def _column_sums(bits: torch.Tensor) -> torch.Tensor:
     """Sum equal residues of the position modulo the row length, each modulo the modulus."""
     whole = bits.numel() // _ROW * _ROW
@@ -174,20 +195,61 @@ def _column_sums(bits: torch.Tensor) -> torch.Tensor:
     return sums.remainder_(_MODULUS)
 
 
-def require_equal(hashes: Mapping[int, int], *, round_number: int) -> None:
-    """Check that all ranks sent the same hash of their anchors."""
+def require_equal(
+    hashes: Mapping[int, int],
+    *,
+    round_number: int,
+    apart: Callable[[], str] = str,
+    of_gradients: bool = False,
+) -> None:
+    """Check that all ranks sent the same hash of their anchors.
+
+    Args:
+        hashes: Hash by rank.
+        round_number: The round with which they came.
+        apart: Finds the names of what differs, where all ranks ask.
+        of_gradients: Whether every rank takes the optimizer's step for itself.
+
+    Raises:
+        ReplicaMismatchError: Names the ranks and the tensors that differ.
+    """
     majority, different = _minority(hashes)
     if different:
         first = next(rank for rank, value in hashes.items() if value == majority)
         message = (
             f"the replicas' anchors differ at round {round_number}: rank(s) "
-            f"{', '.join(map(str, different))} differ from rank {first}"
+            f"{', '.join(map(str, different))} differ from rank {first}{apart()}"
         )
-        hint = (
-            "something changed the outer state or the reduced values on those ranks (memory fault, "
-            "mixed library versions, a write into the anchor); restart from the last checkpoint"
-        )
+        causes = [
+            "something wrote into parameters or the outer state on some ranks only",
+            "ranks have processors or library versions that round differently",
+            "a fault of memory",
+        ]
+        if of_gradients:
+            step = (
+                "the optimizers step differently: another learning rate or schedule, a step that "
+                "is skipped, or one that hooks take, on some ranks only"
+            )
+            causes.insert(0, step)
+        hint = f"likely, in this order: {'; '.join(causes)}. Restart from the last checkpoint"
         raise ReplicaMismatchError(message, hint=hint)
+
+
+def names_apart(
+    names: Callable[[], list[str]],
+    groups: Sequence[FlatGroup],
+    transport: Transport,
+) -> str:
+    """Return which tensors' anchors are not equal on all ranks; all ranks ask at once."""
+    views = (view for group in groups for view in group.shaped(group.anchor))
+    tables = transport.gather_objects([replica_hash([view]) for view in views])
+    found = [
+        name
+        for name, *hashes in zip(names(), *tables, strict=False)  # names go on with buffers
+        if len(set(hashes)) > 1
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f", in {', '.join(found[:3])}{more}" if found else ""
 
 
 def require_equal_inside(hashes: Mapping[int, int], *, round_number: int) -> None:

@@ -88,6 +88,10 @@ class StateFragment(Fragment):
         super().__init__(index, [], averaged=averaged, schedule=schedule, context=context)
         self._sent_at_step = 0
 
+    @property
+    def _num_exact(self) -> int:
+        return 0  # states travel as the parameters do
+
     def names(self) -> list[str]:
         """Return the names of the states that are averaged."""
         known = self._shared.names()
@@ -200,6 +204,7 @@ def state_fragments(
     *,
     context: EngineContext,
     may_lose: bool,
+    leaves_out: bool,
 ) -> list[StateFragment]:
     """Make the fragments of the optimizers' states, numbered from -1 downwards."""
     if periods is None or periods == {}:
@@ -212,6 +217,7 @@ def state_fragments(
         'tau="auto"': rule.auto_tau is not None,
         "DelayedGradients, whose optimizer states are equal": isinstance(rule, DelayedGradients),
         "a transport that may lose a round": may_lose,
+        "ignore, whose states would be averaged too": leaves_out,
         "shard_group": worker is not None and worker.splits,
     }
     for why in (why for why, found in unfit.items() if found):

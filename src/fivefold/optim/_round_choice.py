@@ -87,9 +87,13 @@ class RoundChoice:
         return f"DelayCorrected(tau={self.tau}, fragments={self.fragments})"
 
 
-def most_fragments(*, tensors: int, num_bytes: float) -> int:
-    """Return the parts in which a model is sent at the most: up to 8, none smaller than 1 MiB."""
-    return max(1, min(MOST_FRAGMENTS, tensors, int(num_bytes // LEAST_FRAGMENT_BYTES)))
+def most_fragments(*, tensors: int, num_bytes: float | None) -> int:
+    """Return the parts in which a model is sent at the most: up to 8, none smaller than 1 MiB.
+
+    Without a number of bytes no link was measured, and nothing says that small messages are slow.
+    """
+    most = min(MOST_FRAGMENTS, tensors)
+    return max(1, most if num_bytes is None else min(most, int(num_bytes // LEAST_FRAGMENT_BYTES)))
 
 
 def filling_fragments(tau: int, *, most: int = MOST_FRAGMENTS) -> int:

@@ -343,8 +343,9 @@ class DelayCorrected(_InFragments):
     Args:
         tau: Local steps per round: between two launches of one fragment.
         fragments: Number of parts, at most tau; 1 sends the whole model at once. None for up to 8,
-            as many as leave each at least 1 MiB and little of a round in which nothing is on
-            its way (tau=12: 6 parts, 2 steps late each), and 1 where workers come and go.
+            as many as leave little of a round in which nothing is on its way (tau=12: 6 parts,
+            2 steps late each), and 1 where workers come and go; with tau="auto", which measures
+            the link, each at least 1 MiB.
         delay_steps: Local steps between launch and merge, 1 to tau; None for tau // fragments.
 
     Raises:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fivefold.optim._fragment import Fragment, is_shared
+from fivefold.optim._fragment import Fragment
 from fivefold.optim._shards import WorkerGroup, local_tensor
+from fivefold.optim._state import is_shared
 from fivefold.optim.transport import Transport
 
 _NORMS = ("last_move", "last_delta")
@@ -52,7 +53,8 @@ class StateForm:
                 for key, value in buffers.items():
                     whose = shared if is_shared(key) else own
                     whose.setdefault(name, {})[key] = self._wrap(tensor, value)
-        totals = {"num_shards": self._num_shards, "state": self._totals(plain), "tensors": shared}
+        of_all = {key: value for key, value in plain.items() if key not in ("rank", "place")}
+        totals = {"num_shards": self._num_shards, "state": self._totals(of_all), "tensors": shared}
         numbers = {i: self._own_numbers(part) for i, part in plain["fragments"].items()}
         return {
             "shared": totals,
@@ -75,6 +77,7 @@ class StateForm:
             state["transport"] = current["transport"]
             for index, numbers in worker["numbers"].items() if same_workers else ():
                 self._take_numbers(state["fragments"][index], numbers)
+        state |= {key: current[key] for key in ("rank", "place")}
         for index, part in current["fragments"].items():
             state["fragments"][index]["tensors"] = {
                 name: {

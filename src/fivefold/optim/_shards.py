@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._comm_thread import named_errors
-from fivefold.optim.transport import as_group
+from fivefold.optim.transport import as_group, broadcast_bytes
 
 # As much is gathered at once; the room for it is S times as large.
 _BUCKET_BYTES = 2**20
@@ -36,6 +36,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor that holds this rank's part, without gradient tracking."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what is equal for tensors of the same elements in memory; None for no elements."""
+    local = local_tensor(tensor)
+    if not local.numel() or local.is_meta or local.layout != torch.strided:
+        return None
+    return local.data_ptr(), local.device, local.dtype, local.shape, local.stride()
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,10 @@ class WorkerGroup:
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
 
+    def close(self) -> None:
+        """End the process group."""
+        dist.destroy_process_group(self._group)
+
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
         """These ranks as a mesh of one dimension."""
@@ -133,9 +145,7 @@ class WorkerGroup:
         with named_errors(self._rank, "the start of this worker's ranks"):
             for tensor in tensors:
                 if not isinstance(tensor, DTensor):
-                    whole = tensor.detach().contiguous()
-                    dist.broadcast(whole, src=self.ranks[0], group=self._group)
-                    tensor.detach().copy_(whole)
+                    broadcast_bytes(tensor, source=self.ranks[0], group=self._group)
 
     @torch.no_grad()
     def average(self, tensors: Sequence[torch.Tensor]) -> None:

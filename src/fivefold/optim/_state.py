@@ -8,13 +8,14 @@ used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._fixed import FixedWatch
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._shards import WorkerGroup
@@ -26,7 +27,7 @@ _NORM_MEMORY = 16  # rounds over which norms are averaged
 _ROUNDS_BEFORE_JUDGING = 8
 
 
-_FORMAT = 10
+_FORMAT = 11
 
 
 @dataclass(kw_only=True)
@@ -103,30 +104,65 @@ def _plain(value: Any) -> Any:
 
 
 def settings(rule: OuterRule, *, fragments: int, codec: str) -> dict[str, Any]:
-    """Return what a state and the engine that loads it must agree on."""
+    """Return what a state and the engine that loads it must agree on, or may change."""
     return {
         "format": _FORMAT,
         "rule": rule.name,
-        "rule_settings": repr(plain_settings(rule)),
+        **{f"rule.{name}": repr(value) for name, value in plain_settings(rule)[1:]},
         "fragments": fragments,
         "codec": codec,
     }
 
 
-def require_same(state: object, current: dict[str, Any]) -> None:
-    """Check that a saved state belongs to this engine."""
+_OF_ROUNDS = {"rule.tau", "rule.fragments", "rule.delay_steps", "fragments"}
+_MAY_CHANGE = {
+    *_OF_ROUNDS,
+    *("rule.outer_lr", "rule.synchronous_start", "rule.synchronous_end", "rule.total_steps"),
+    "codec",
+}
+
+
+def changed_settings(state: object, current: dict[str, Any]) -> set[str]:
+    """Return which settings a saved state has otherwise, where a run may go on with others.
+
+    Raises:
+        ConfigurationError: The state is of another rule, or a setting differs that may not.
+    """
+    return require_same(state, current, may_change=_MAY_CHANGE)
+
+
+def require_same(
+    state: object, current: dict[str, Any], *, may_change: Container[str] = ()
+) -> set[str]:
+    """Check that a saved state belongs to this engine; return what differs and may."""
     saved = state.get("settings") if isinstance(state, Mapping) else None
     if saved is None:
         message = "this is no state of an OuterSync"
         raise ConfigurationError(message, hint="load what its state_dict() returned")
-    for key in current | saved:
-        if saved.get(key) != current.get(key):
-            message = (
-                f"the saved outer state has {key}={saved.get(key)!r}, this run has "
-                f"{current.get(key)!r}"
-            )
+    changed = {key for key in current | saved if saved.get(key) != current.get(key)}
+    for key in (key for key in current | saved if key in changed):
+        both = saved.get(key), current.get(key)
+        # An automatic round has measurements that a given one has not.
+        automatic = any(value == "auto" or str(value).startswith("{") for value in both)
+        if automatic or key not in may_change:
+            message = f"the saved outer state has {key}={both[0]!r}, this run has {both[1]!r}"
             hint = "resume with the same rule, or load the model alone into a new OuterSync"
             raise ConfigurationError(message, hint=hint)
+    return changed
+
+
+OF_OPTIMIZER = "outer_optimizer."
+"""What the names of an outer optimizer's own tensors begin with."""
+
+
+def is_shared(key: str) -> bool:
+    """Return whether a buffer is equal on all workers once an all-reduce has landed."""
+    return key in ("anchor", "momentum", "payload") or key.startswith(OF_OPTIMIZER)
+
+
+def is_handed_over(key: str, state: dict[str, Any]) -> bool:
+    """Return whether a peer hands a buffer over: no sum that is only launched."""
+    return is_shared(key) and (key != "payload" or "in_flight" in state)
 
 
 @dataclass(kw_only=True)
@@ -144,6 +180,8 @@ class EngineContext:
     # What this rank would adopt, for the metadata; see ``LateParameters``.
     pending: Callable[[], float]
     names: Callable[[], dict[int, str]]  # of the model's tensors, by their identity
+    group_of: Callable[[torch.Tensor], int]  # number of the optimizers' group that has a parameter
+    fixed: FixedWatch  # compares what no round moves
     on_non_finite: Callable[[], None]  # told that this worker's own numbers are not finite
     # Told each metadata of the first fragment that arrived, with its round.
     on_reading: Callable[[MetadataReading, int], None]

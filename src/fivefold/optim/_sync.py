@@ -10,6 +10,7 @@ References:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -21,13 +22,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.errors import ConfigurationError
 from fivefold.optim._automatic_round import automatic_round
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
+from fivefold.optim._fixed import FixedWatch
 from fivefold.optim._fragment import Fragment
+from fivefold.optim._inner_optimizers import (
+    WeightWatch,
+    as_optimizers,
+    forget_nonsense,
+    forget_steps,
+    group_of,
+    optimizer_settings,
+    require_local,
+    require_moved,
+)
 from fivefold.optim._layout import (
     LateParameters,
-    as_optimizers,
     find_worker,
     fixed_tensors,
     late_fragment,
+    leave_out,
+    left_out,
     make_fragments,
     may_lose,
     parameter_shapes,
@@ -42,11 +55,18 @@ from fivefold.optim._layout import (
 )
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._optimizer_states import state_fragments
+from fivefold.optim._resume import begin_other_rounds, is_anothers, restore
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import local_tensor, reshard
-from fivefold.optim._state import EngineContext, plain_settings, require_same, settings
+from fivefold.optim._state import (
+    EngineContext,
+    changed_settings,
+    plain_settings,
+    require_same,
+    settings,
+)
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.codecs import Codec
 from fivefold.optim.statistics import (
@@ -70,11 +90,11 @@ class OuterSync:
 
     Making one is a collective call: rank 0's parameters and buffers are broadcast, and settings
     are compared. Floating-point buffers of the state dict (BatchNorm statistics) are averaged with
-    each round; integer ones are not touched.
+    each round, in float64 whatever the codec; integer ones are not touched.
 
     A rank whose payload holds a not-a-number or an infinity counts with weight 0 in that round: a
     warning of the logger names rank, round and parameter on all ranks, and the rank goes on from
-    the anchor, with 0 for what is not finite in its optimizer's state. Where no rank is left whose
+    the anchor, with its optimizer's state as before the first step. Where no rank is left whose
     payload counts, ``step()`` raises on all of them.
 
     Several ranks may act as one worker. Parameters that are DTensors over the worker's ranks
@@ -109,6 +129,9 @@ class OuterSync:
             all ranks and the last rounds is left out of its round as one that is not finite is; a
             warning names rank and round on all ranks. None for no such check (the default); it
             begins after 8 rounds, and 10 is a cautious value.
+        ignore: Names of parameters and buffers that each rank keeps for itself, beside those of the
+            model's list for DistributedDataParallel (``_ddp_params_and_buffers_to_ignore``), to
+            which they are added: neither sent at the start nor brought together.
         transport: What moves the sums; None for ``torch.distributed``. For tests and other
             backends.
 
@@ -152,9 +175,12 @@ class OuterSync:
         timeout_s: float = 600.0,
         check_every_rounds: int = 16,
         outlier_factor: float | None = None,
+        ignore: Sequence[str] = (),
         transport: Transport | None = None,
     ) -> None:
+        leave_out(model, ignore)
         self._optimizers = as_optimizers(optimizer)
+        self._make_states_late = [not any(each.state.values()) for each in self._optimizers]
         require_usable(
             model,
             rule,
@@ -164,7 +190,12 @@ class OuterSync:
             outlier_factor=outlier_factor,
         )
         reshard(model)
+        require_moved(self._optimizers, model, left_out=left_out(model))
+        self._weights = WeightWatch(self._optimizers)
+        self._weights.look()
         self._model = model
+        self._closed = False
+        self._made_transport = transport is None
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
         )
@@ -176,6 +207,7 @@ class OuterSync:
         self._steps = 0
         self._weighted: bool | None = None
         self._late = LateParameters(model)
+        self._fixed = FixedWatch(fixed_tensors(model), every_rounds=check_every_rounds)
         self._adopting = False
         self._context = self._make_context(
             shard_group,
@@ -195,6 +227,7 @@ class OuterSync:
             self._optimizers,
             context=self._context,
             may_lose=may_lose(self._transport),
+            leaves_out=bool(left_out(model)),
         )
         self._averaged_states = dict(sorted((average_states or {}).items()))
         self._start_equal(model)
@@ -207,6 +240,9 @@ class OuterSync:
         timeout_s: float,
         **options: Any,
     ) -> EngineContext:
+        ranks: Sequence[int] = getattr(self._transport, "global_ranks", ())
+        others = [rank for place, rank in enumerate(ranks) if place != self._transport.rank]
+        require_local(self._model, self._optimizers, others=others)
         worker = find_worker(
             self._model,
             shard_group,
@@ -224,6 +260,8 @@ class OuterSync:
             worker=worker,
             pending=lambda: self._late.announced,
             names=lambda: _names(self._model),
+            group_of=functools.partial(group_of, self._optimizers),
+            fixed=self._fixed,
             on_non_finite=self._begin_again,
             on_reading=self._read,
             **options,
@@ -243,6 +281,7 @@ class OuterSync:
             ReplicaMismatchError: The replicas' anchors differ; names the ranks.
             NonFiniteError: No rank had a finite payload; names ranks, round and parameters.
         """
+        self._require_open()
         number = hasattr(weight, "__float__")  # also a tensor of one element
         if weight is not None and not (number and 0 <= weight < float("inf")):
             message = f"weight must be finite and not negative; got {weight!r}"
@@ -256,6 +295,8 @@ class OuterSync:
             self._gradients.complete()
         counted = [(fragment, fragment.count(weight)) for fragment in self._all_fragments()]
         due = [(fragment, boundary) for fragment, boundary in counted if boundary is not None]
+        if due or self._steps == 1:
+            self._weights.look()
         if due:
             self._look_for_late()
         for fragment, boundary in due:
@@ -278,6 +319,7 @@ class OuterSync:
             ReplicaMismatchError: The replicas' anchors differ.
             NonFiniteError: No rank had a finite payload.
         """
+        self._require_open()
         reshard(self._model)
         if self._gradients is not None:
             self._gradients.drain()
@@ -319,6 +361,28 @@ class OuterSync:
             self._fragments.append(fragment)
             _LOG.info("%s joined the outer synchronisation", ", ".join(found))
         return tuple(found)
+
+    def take_weights(self) -> None:
+        """Go on from weights that something else has put into the model; a collective call.
+
+        For averages of weights that a callback writes at the end of training, and for weights that
+        are loaded in the middle: all replicas get their mean over the ranks. ``finalize()`` comes
+        before they are put in. Momenta stay. Where no rank has other weights, nothing is done.
+
+        Raises:
+            ConfigurationError: Something is under way.
+            CommunicationError: The average failed or timed out.
+        """
+        self._require_open()
+        reshard(self._model)
+        schedules = [fragment.schedule for fragment in self._fragments]
+        underway = any(each.in_flight_round is not None or each.open_steps for each in schedules)
+        if underway or may_lose(self._transport):
+            message = "take_weights() with workers that come and go, or with local steps under way"
+            raise ConfigurationError(message, hint="call finalize() before the weights are put in")
+        if any(self._transport.gather_objects(any(f.has_moved() for f in self._fragments))):
+            for fragment in self._fragments:
+                fragment.begin_at_mean()
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -390,6 +454,8 @@ class OuterSync:
         return {
             "settings": self._settings(),
             "world_size": self._transport.world_size,
+            "rank": self._transport.rank,
+            "place": self._place,
             "steps": self._steps,
             "meter": self._meter.state(),
             "tau": None if self._tau is None else self._tau.state(),
@@ -398,14 +464,15 @@ class OuterSync:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``.
+        """Continue from ``state_dict()``; a collective call.
 
         On the same number of workers each rank loads its own state and goes on bit for bit; the
         model's and the inner optimizer's states are loaded by the caller, before this call. On
         another number of workers any rank's state will do, the same for all: every worker then
-        goes on from the anchor. The all-reduce that was in the air is merged as if nothing had
-        happened; the local steps since the last launch are lost, and so are a codec's residuals
-        and what the automatic tau has measured (its tau stays).
+        goes on from the anchor. So it is, with a warning, where some rank loads another's. The
+        all-reduce that was in the air is merged as if nothing had happened; the local steps since
+        the last launch are lost, and so are a codec's residuals and what the automatic tau has
+        measured (its tau stays).
 
         Args:
             state: What ``state_dict()`` returned.
@@ -413,23 +480,34 @@ class OuterSync:
         Raises:
             ConfigurationError: The state is of another rule or model.
         """
-        require_same(state, self._settings())
+        changed = changed_settings(state, self._settings())
+        if state["place"] != self._place:
+            message = f"this is the state of another place in its worker, {state['place']}"
+            hint = f"load that of place {self._place}, or use sharded_state_dict()"
+            raise ConfigurationError(message, hint=hint)
+        stranger = is_anothers(state, self._transport)
         self._look_for_late()  # and follow parameters that the model's loader replaced
         for fragment in self._all_fragments():
             fragment.land()  # nothing may write into what is restored
         self._steps, self._weighted = state["steps"], None
         self._meter.restore(state["meter"])
-        if state["world_size"] != self._transport.world_size:
+        if "fragments" in changed and (stranger or self._states or self._context.worker):
+            message = "the saved outer state has another number of fragments"
+            hint = "change it on the same ranks, without average_states and shard_group"
+            raise ConfigurationError(message, hint=hint)
+        if "fragments" in changed:
+            begin_other_rounds(state, self._fragments, self._rule, inner_lr=self._inner_lr())
+        elif stranger:
             for fragment in self._all_fragments():
                 fragment.load_shared(state["fragments"][str(fragment.index)])
             if self._tau is not None:
                 self._tau.begin_at(state["tau"])
-            return
-        if self._tau is not None:
-            self._tau.restore(state["tau"])
-        for fragment in self._all_fragments():
-            fragment.load_state_dict(state["fragments"][str(fragment.index)])
-        self._transport.load_state_dict(state["transport"])
+        else:
+            if self._tau is not None:
+                self._tau.restore(state["tau"])
+            restore(state, self._all_fragments(), self._rule, changed=changed)
+            if "codec" not in changed:  # what another codec has kept is lost
+                self._transport.load_state_dict(state["transport"])
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the state by parameter, for ``torch.distributed.checkpoint``; collective.
@@ -459,7 +537,7 @@ class OuterSync:
         Raises:
             ConfigurationError: The state is of another rule or model.
         """
-        require_same(state.get("shared", {}).get("state"), self._settings())
+        changed_settings(state.get("shared", {}).get("state"), self._settings())
         self.load_state_dict(self._form().collect(state, self.state_dict()))
 
     def _form(self) -> StateForm:
@@ -470,7 +548,7 @@ class OuterSync:
 
         For transports whose membership changes; called from within a launch, or before the first.
         """
-        frozen = [t.detach() for t in fixed_tensors(self._model)]
+        frozen = [t.detach() for t in fixed_tensors(self._model).values()]
         launching = [f.launching for f in self._fragments if f.launching is not None]
         if not launching:
             for fragment in self._fragments:
@@ -497,8 +575,10 @@ class OuterSync:
         require_same(state, self._settings())
         self._steps, self._weighted = state["steps"], None
         with torch.no_grad():
-            for mine, theirs in zip(fixed_tensors(self._model), state["fixed"], strict=True):
+            fixed = fixed_tensors(self._model).values()
+            for mine, theirs in zip(fixed, state["fixed"], strict=True):
                 mine.copy_(theirs)
+        self._fixed.begin()
         for fragment in self._fragments:
             fragment.load_shared(state["fragments"][str(fragment.index)])
         if self._tau is not None:
@@ -506,7 +586,34 @@ class OuterSync:
         if state["launching"] >= 0:
             self._fragments[0].take_part(state["launching"], unit=state["unit"])
 
+    def close(self) -> None:
+        """End the engine's thread and process groups; training goes on without it.
+
+        What is under way is waited for and not merged: call ``finalize()`` before. A transport that
+        was given to the engine is left to whoever made it. A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._gradients is not None:
+            self._gradients.close()
+        if isinstance(self._transport, ProcessGroupTransport) and self._made_transport:
+            self._transport.close()
+        if self._context.worker is not None:
+            self._context.worker.close()
+
     # -- small helpers ----------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> int:
+        """This rank's place within its worker."""
+        return 0 if self._context.worker is None else self._context.worker.place
+
+    def _require_open(self) -> None:
+        if self._closed:
+            hint = "call close() after the last step"
+            message = "this OuterSync has been closed"
+            raise ConfigurationError(message, hint=hint)
 
     def _most_fragments(self) -> int:
         """Return the parts in which this model may be sent."""
@@ -530,11 +637,17 @@ class OuterSync:
 
     @torch.no_grad()
     def _begin_again(self) -> None:
-        """Go on from the anchor, with 0 for what is not finite in the inner optimizer's state."""
-        states = (e for optimizer in self._optimizers for e in optimizer.state.values())
-        for value in (value for entries in states for value in entries.values()):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        """Go on from the anchor, without what the steps that are left out did to the optimizers.
+
+        What they were before is not known, so they begin again, all moments together. Optimizers
+        that step with the mean gradient took none of those steps.
+        """
+        if self._gradients is not None:
+            forget_nonsense(self._optimizers)
+        else:
+            averaged = bool(self._averaged_states)
+            for optimizer, late in zip(self._optimizers, self._make_states_late, strict=True):
+                forget_steps(optimizer, makes_state_late=late, keeps_count=averaged)
         for fragment in self._all_fragments():
             fragment.begin()
 
@@ -551,6 +664,7 @@ class OuterSync:
         mine: dict[str, Any] = {
             "rule": plain_settings(self._rule),
             "parameters": parameter_shapes(model),
+            "optimizer": optimizer_settings(self._optimizers),
             "codec": wire_format(self._transport),
             "check": self._context.check_every_rounds,
             "outlier_factor": self._context.outlier_factor,
@@ -558,12 +672,13 @@ class OuterSync:
             "average_states": self._averaged_states,
         }
         anchors = [anchor for fragment in self._all_fragments() for anchor in fragment.anchors]
-        fixed = [local_tensor(tensor) for tensor in fixed_tensors(model)]
+        fixed = [local_tensor(tensor) for tensor in fixed_tensors(model).values()]
         for key, tensors in (("set of averaged tensors", anchors), ("set of fixed tensors", fixed)):
             mine[key] = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        require_equal_settings(self._transport, mine)
         require_same_shares(self._transport, model)
+        require_equal_settings(self._transport, mine)  # last: workers that join compare these
         self._transport.broadcast([*anchors, *fixed])
+        self._fixed.begin()
         for fragment in self._all_fragments():
             fragment.begin()
 

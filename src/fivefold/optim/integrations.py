@@ -97,7 +97,8 @@ def use_outer_sync(trainer: Any, rule: OuterRule, **options: Any) -> None:
     # Trainer's own class has the events that nothing is done at.
     kind = type("OuterSyncCallback", (_Synchroniser, transformers.TrainerCallback), {})
     synchroniser: _Synchroniser = kind(trainer, rule, options)
-    trainer.add_callback(synchroniser)
+    # Before all others: theirs may put an average of weights into the model at the end.
+    trainer.callback_handler.callbacks.insert(0, synchroniser)
     for name in ("evaluate", "predict", "save_model"):
         setattr(trainer, name, synchroniser.at_the_anchor(getattr(trainer, name)))
     trainer.train = synchroniser.noting_resume(trainer.train)
@@ -108,7 +109,8 @@ class _Synchroniser:
 
     def __init__(self, trainer: Any, rule: OuterRule, options: dict[str, Any]) -> None:
         self._trainer, self._rule, self._options = trainer, rule, options
-        self._sync: OuterSync | None = None
+        self._sync: OuterSync | None = None  # while there are steps to come
+        self._finished: OuterSync | None = None  # after the last one
         self._optimizer: Any = None
         self._model: Any = None
         self._resume: Path | None = None
@@ -130,7 +132,9 @@ class _Synchroniser:
             if resume_from_checkpoint:
                 self._resume = Path(resume_from_checkpoint)
                 _OwnFile(self._resume / _own_name()).require()
-            return train(resume_from_checkpoint, *args, **kwargs)
+            result = train(resume_from_checkpoint, *args, **kwargs)
+            self._end()
+            return result
 
         return wrapped
 
@@ -170,7 +174,14 @@ class _Synchroniser:
         """Apply all work under way and leave all replicas equal."""
         assert self._sync is not None, "on_train_begin comes first"
         self._sync.finalize()
-        self._sync = None
+        self._finished, self._sync = self._sync, None
+
+    def _end(self) -> None:
+        """Take in what later callbacks have put into the model, and let the engine go."""
+        if self._finished is not None:
+            self._finished.take_weights()
+            self._finished.close()
+            self._finished = None
 
 
 def lightning_strategy(
@@ -208,7 +219,28 @@ def lightning_strategy(
 
     made = OuterSyncStrategy(**(strategy or {}))
     made.rule, made.options = rule, options
+    callbacks = importlib.import_module(f"{_lightning().__name__}.callbacks")
+    kind = type("BeforeOtherCallbacks", (_BeforeOthers, callbacks.Callback), {})
+    made.first_callback = kind(made)
     return made
+
+
+class _BeforeOthers:
+    """A callback before all others: theirs may put an average of weights into the model."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        """Bring all work together before an epoch in which weights are only looked at."""
+        # StochasticWeightAveraging has its average run through the data once more after the end.
+        last = [getattr(other, "swa_end", None) for other in trainer.callbacks]
+        if trainer.current_epoch - 1 in last:
+            self._strategy.finish()
+
+    def on_train_end(self, *_: Any) -> None:
+        """Bring all work together after the last step."""
+        self._strategy.finish()
 
 
 def _lightning() -> ModuleType:
@@ -269,10 +301,12 @@ class _OuterSyncHooks:
 
     rule: OuterRule
     options: dict[str, Any]
+    first_callback: Any
     # Lightning's:
     lightning_module: Any
     optimizers: list[Any]
-    _sync: OuterSync | None = None
+    _sync: OuterSync | None = None  # while there are steps to come
+    _finished: OuterSync | None = None  # after the last one
     _anchor: contextlib.ExitStack | None = None
     _resume: Path | None = None
 
@@ -283,6 +317,8 @@ class _OuterSyncHooks:
         """Make the ``OuterSync`` once model and optimizers are set up; only to fit."""
         super().setup(trainer)  # type: ignore[misc]
         if trainer.state.fn == "fit":
+            if self.first_callback not in trainer.callbacks:
+                trainer.callbacks.insert(0, self.first_callback)
             self._sync = OuterSync(
                 self.lightning_module, self.optimizers, rule=self.rule, **self.options
             )
@@ -309,11 +345,20 @@ class _OuterSyncHooks:
         self._leave_anchor()
         super().on_validation_end()  # type: ignore[misc]
 
-    def on_train_end(self) -> None:
-        """Apply all work under way and leave all replicas equal."""
+    def finish(self) -> None:
+        """Apply all work under way and leave all replicas equal; a second call does nothing."""
         if self._sync is not None:
+            self._leave_anchor()
             self._sync.finalize()
-            self._sync = None
+            self._finished, self._sync = self._sync, None
+
+    def on_train_end(self) -> None:
+        """Leave all replicas equal, also where a callback has put other weights in."""
+        self.finish()
+        if self._finished is not None:
+            self._finished.take_weights()
+            self._finished.close()
+            self._finished = None
         super().on_train_end()  # type: ignore[misc]
 
     def on_exception(self, *arguments: Any) -> None:
@@ -340,11 +385,12 @@ class _OuterSyncHooks:
     ) -> None:
         """Write Lightning's checkpoint, and beside it a file of each rank's own state."""
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
-        if self._sync is None or "optimizer_states" not in checkpoint:  # weights only
+        sync = self._sync or self._finished
+        if sync is None or "optimizer_states" not in checkpoint:  # weights only
             return
         with self._local_parameters():
             own = self._own_file(Path(filepath))
-            own.write(self.lightning_module, self.optimizers, self._sync)
+            own.write(self.lightning_module, self.optimizers, sync)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint with this rank's own file."""

@@ -57,11 +57,14 @@ class Transport(Protocol):
         """Return the number of ranks that are summed over."""
         ...
 
-    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+    def prepare(
+        self, payloads: Sequence[torch.Tensor], *, fragment: int, num_exact: int = 0
+    ) -> None:
         """Learn a fragment's payloads, once and before its first launch.
 
         They are of the sizes, data types and devices that will be launched; from then on
-        ``state_dict()`` has its final structure.
+        ``state_dict()`` has its final structure. The last ``num_exact`` of them are no
+        pseudo-gradients (buffers such as BatchNorm's variances): they are never rounded.
         """
         ...
 
@@ -72,8 +75,8 @@ class Transport(Protocol):
 
         Args:
             payloads: Flat buffers that nobody touches until the all-reduce has been waited for. A
-                transport may send them compressed; their sums are then approximate, and equal
-                on all ranks bit for bit.
+                transport may send those that were not prepared as exact compressed; their sums are
+                then approximate, and equal on all ranks bit for bit.
             metadata: A few float64 numbers, always summed exactly as they are.
             fragment: Which part of the model the payloads are, from 0; at most one all-reduce of a
                 fragment is under way at a time.
@@ -171,14 +174,16 @@ class ProcessGroupTransport:
         """Return the group's ranks as the default group numbers them."""
         return tuple(dist.get_process_group_ranks(self._group))
 
-    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
-        """Make the residuals of a fragment, where the codec needs them.
+    def prepare(
+        self, payloads: Sequence[torch.Tensor], *, fragment: int, num_exact: int = 0
+    ) -> None:
+        """Make the residuals of a fragment, where the codec needs them; see ``Transport.prepare``.
 
         Raises:
             ConfigurationError: The codec does not take such payloads.
         """
         if self._exchange is not None:
-            self._exchange.prepare(payloads, fragment=fragment)
+            self._exchange.prepare(payloads, fragment=fragment, num_exact=num_exact)
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
@@ -289,7 +294,7 @@ class ProcessGroupTransport:
 
         def run() -> None:
             for tensor in tensors:
-                dist.broadcast(tensor, src=self._global_root, group=self._group)
+                broadcast_bytes(tensor, source=self._global_root, group=self._group)
 
         what = "broadcast of the initial parameters"
         self._thread.submit(run, tensors=tensors, what=what).wait()
@@ -308,6 +313,11 @@ class ProcessGroupTransport:
         self._thread.submit(run, tensors=(), what="comparison of the ranks' settings").wait()
         return values
 
+    def close(self) -> None:
+        """End the thread, after what it has been given, and the process group."""
+        self._thread.close()
+        dist.destroy_process_group(self._group)
+
     def _buckets(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return views of a tensor that cover it once; a collective on nothing is left out."""
         if tensor.nbytes <= self._bucket_bytes:
@@ -316,6 +326,20 @@ class ProcessGroupTransport:
             message = f"payloads must be contiguous; got strides {tensor.stride()}"
             raise ConfigurationError(message, hint="launch tensor.contiguous()")
         return torch.split(tensor.view(-1), max(self._bucket_bytes // tensor.element_size(), 1))
+
+
+@torch.no_grad()
+def broadcast_bytes(tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup) -> None:
+    """Overwrite a tensor with the bits that a global rank has, whatever its data type."""
+    own = tensor.detach()
+    for dimension, (size, stride) in enumerate(zip(own.shape, own.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded: one element stands for all
+            own = own.narrow(dimension, 0, 1)
+    whole = own.contiguous()
+    if whole.numel():
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), src=source, group=group)
+        if whole is not own:
+            own.copy_(whole)
 
 
 def as_group(

@@ -117,7 +117,9 @@ class InMemoryTransport:
         self.rank = rank
         self.world_size = board.world_size
 
-    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+    def prepare(
+        self, payloads: Sequence[torch.Tensor], *, fragment: int, num_exact: int = 0
+    ) -> None:
         """Do nothing: nothing is kept between all-reduces."""
 
     def launch(

@@ -1,0 +1,274 @@
+"""What the engine must know of the optimizers that a user brings."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim._shards import local_tensor, memory_of
+
+# States that are 0 (or this number) before the first step, and what they are of: moments of
+# gradients, and counters.
+_BEFORE_THE_FIRST_STEP = dict.fromkeys(
+    (
+        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf"),
+        *("square_avg", "grad_avg", "acc_delta", "sum", "row_var", "col_var", "variance"),
+    ),
+    0.0,
+) | {"mu_product": 1.0}
+
+
+def as_optimizers(
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the inner optimizers as a tuple; refuse what is none."""
+    several = tuple(map(_unwrapped, given if isinstance(given, Sequence) else (given,)))
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
+            raise ConfigurationError(message, hint="pass one, or a list of them")
+    if not several:
+        message = "optimizer is an empty list"
+        raise ConfigurationError(message, hint="pass the optimizers that train the model")
+    return several
+
+
+def group_of(optimizers: Iterable[torch.optim.Optimizer], parameter: torch.Tensor) -> int:
+    """Return the number of the group that has a parameter, over all optimizers; 0 for none."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    has = (any(parameter is p for p in group["params"]) for group in groups)
+    return next((number for number, found in enumerate(has) if found), 0)
+
+
+_WAYS = {"params", "foreach", "fused", "capturable", "differentiable"}  # to the same numbers
+
+
+def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[object, ...]]:
+    """Return what the ranks must have alike: kinds, numbers of parameters and settings."""
+    found: list[tuple[object, ...]] = []
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            kind = type(optimizer).__name__
+            found.append((kind, f"group {number}", "parameters", len(group["params"])))
+            found += [
+                (kind, f"group {number}", key, float(value) if _is_number(value) else value)
+                for key, value in sorted(group.items())
+                if key not in _WAYS and _is_plain(value)
+            ]
+    return found
+
+
+def _is_number(value: object) -> bool:
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return one or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, str)) or _is_number(value)
+
+
+def require_local(
+    model: torch.nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    others: Container[int],
+) -> None:
+    """Refuse modules and optimizers that communicate with ranks of other workers by themselves.
+
+    Args:
+        model: The model, whose modules may be wrapped in DistributedDataParallel.
+        optimizers: The inner optimizers, which may be sharded ones.
+        others: The ranks of other workers.
+
+    Raises:
+        ConfigurationError: Names the module or the optimizer.
+    """
+    parallel = torch.nn.parallel.DistributedDataParallel
+    found: list[tuple[str, Any]] = [
+        (f"{name or 'the model'} is wrapped in DistributedDataParallel", module.process_group)
+        for name, module in model.named_modules()
+        if isinstance(module, parallel)
+    ]
+    for optimizer in optimizers:
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            what = "ZeroRedundancyOptimizer sends its part of the parameters to all ranks"
+            found.append((what, getattr(optimizer, "process_group", None)))
+    for what, group in found:
+        ranks = dist.get_process_group_ranks(group) if group is not None else []
+        if any(rank in others for rank in ranks):
+            message = f"{what}, over ranks {ranks}, at every step"
+            hint = "take the wrapper or the sharding away, or give it the ranks of one worker alone"
+            raise ConfigurationError(message, hint=hint)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return what a trainer's wrapper (Accelerate's, Lightning's) steps."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        groups = getattr(optimizer, "param_groups", None)
+        return _unwrapped(inner) if groups is inner.param_groups else optimizer
+    return optimizer
+
+
+# Beside the parameters they hold weights, from which they step or which they give back at the end;
+# brought together, the parameters would be one thing and those another.
+_HOLDS_WEIGHTS = {
+    "ASGD": "an average of the weights",
+    "Lookahead": "slow weights",
+    "Prodigy": "the weights of the start, and a learning rate of this rank alone",
+    "ProdigyPlusScheduleFree": "a second sequence of weights",
+    "AdamWScheduleFree": "a second sequence of weights",
+    "AdamWScheduleFreePaper": "a second sequence of weights",
+    "SGDScheduleFree": "a second sequence of weights",
+    "RAdamScheduleFree": "a second sequence of weights",
+    "ScheduleFreeWrapper": "a second sequence of weights",
+    "DAdaptAdam": "a learning rate of this rank alone",
+    "DAdaptSGD": "a learning rate of this rank alone",
+}
+_INSTEAD = (
+    "train with an optimizer that keeps moments of gradients only (AdamW, Muon, SGD); average "
+    "weights outside of it (torch.optim.swa_utils.AveragedModel)"
+)
+
+
+def require_moved(
+    optimizers: Iterable[torch.optim.Optimizer],
+    model: torch.nn.Module,
+    *,
+    left_out: Container[str] = (),
+) -> None:
+    """Refuse optimizers that train something else than the model's parameters, or not all of them.
+
+    Args:
+        optimizers: The inner optimizers.
+        model: What they are to train.
+        left_out: Names of those that each rank keeps for itself.
+
+    Raises:
+        ConfigurationError: Names what would stay different on every rank.
+    """
+    optimizers, parameters = list(optimizers), dict(model.named_parameters())
+    for optimizer in optimizers:
+        for kind in type(optimizer).__mro__:
+            if kind.__name__ in _HOLDS_WEIGHTS:
+                what = f"{type(optimizer).__name__} holds {_HOLDS_WEIGHTS[kind.__name__]}"
+                message = f"{what}, which outer synchronisation does not move"
+                raise ConfigurationError(message, hint=_INSTEAD)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = {id(p): p for group in groups for p in group["params"]}
+    # Of two parameters over one memory one is enough.
+    trained = {_identity(p) for p in held.values()}
+    wanted = {n: p for n, p in parameters.items() if p.requires_grad and n not in left_out}
+    if not wanted:
+        return  # which is refused in words of its own
+    idle = [name for name, p in wanted.items() if _identity(p) not in trained]
+    if idle:
+        message = f"{_few(idle)} of the model's trainable parameters are in no optimizer"
+        hint = (
+            "give the optimizers the model's own parameters (not float32 copies of them, and made "
+            "after fully_shard), or set requires_grad=False"
+        )
+        raise ConfigurationError(message, hint=hint)
+    known = {_identity(p) for p in parameters.values()}
+    foreign = [p for p in held.values() if p.requires_grad and _identity(p) not in known]
+    if foreign:
+        shapes = _few([str(tuple(p.shape)) for p in foreign])
+        message = f"the optimizers have {len(foreign)} parameters that the model has not: {shapes}"
+        hint = "pass one module that holds all that is trained: ModuleList([model, loss])"
+        raise ConfigurationError(message, hint=hint)
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    return memory_of(tensor) or id(tensor)
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+class WeightWatch:
+    """Looks for weights in the optimizers' states, whatever the optimizers are called."""
+
+    # A moment is a mean of gradients or of their squares; a copy of the weights begins as they do,
+    # and is near them as long as few steps have been taken.
+    _NEAR = 0.25  # square of the distance over the square of the weights
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._known: list[set[str]] = [set(_BEFORE_THE_FIRST_STEP) for _ in optimizers]
+        self._seen: list[Any] = [None] * len(optimizers)
+
+    def look(self) -> None:
+        """Refuse an optimizer in whose state weights have appeared since the last look.
+
+        Raises:
+            ConfigurationError: Names the optimizer and the state.
+        """
+        for index, optimizer in enumerate(self._optimizers):
+            entries = optimizer.state
+            last: Mapping[str, Any] = next(reversed(entries.values()), {}) if entries else {}
+            seen = len(entries), tuple(last)
+            if seen != self._seen[index]:
+                self._seen[index] = seen
+                keys = {key for each in entries.values() for key in each} - self._known[index]
+                self._known[index] |= keys
+                for key in sorted(map(str, keys)):
+                    self._refuse_weights(optimizer, key)
+
+    @torch.no_grad()
+    def _refuse_weights(self, optimizer: torch.optim.Optimizer, key: str) -> None:
+        distance = size = 0.0
+        for parameter, entries in optimizer.state.items():
+            found = entries.get(key)
+            alike = isinstance(found, torch.Tensor) and found.shape == parameter.shape
+            if alike and found.is_floating_point():
+                mine, theirs = local_tensor(parameter).double(), local_tensor(found).double()
+                distance += float((mine - theirs).square().sum())
+                size += float(mine.square().sum())
+        if distance < self._NEAR * size:
+            message = (
+                f"the state {key!r} of {type(optimizer).__name__} is a copy of the weights, "
+                "which outer synchronisation does not move"
+            )
+            raise ConfigurationError(message, hint=_INSTEAD)
+
+
+@torch.no_grad()
+def forget_steps(
+    optimizer: torch.optim.Optimizer, *, makes_state_late: bool, keeps_count: bool
+) -> None:
+    """Set an optimizer's state to what it is before the first step.
+
+    Args:
+        optimizer: The optimizer.
+        makes_state_late: Whether its first step makes the state, so that it can be thrown away.
+        keeps_count: Whether the numbers of steps stay: where averages take the moments' place.
+    """
+    for parameter, entries in list(optimizer.state.items()):
+        if makes_state_late and not _BEFORE_THE_FIRST_STEP.keys() >= entries.keys():
+            del optimizer.state[parameter]
+            continue
+        for key, value in entries.items():
+            if key == "step" and keeps_count:
+                continue
+            start = _BEFORE_THE_FIRST_STEP.get(key, 0.0)
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                local_tensor(value).fill_(start)
+            elif isinstance(value, (int, float)) and key in _BEFORE_THE_FIRST_STEP:
+                entries[key] = type(value)(start)
+
+
+@torch.no_grad()
+def forget_nonsense(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Set to 0 what is not finite in the optimizers' states."""
+    states = (entries for optimizer in optimizers for entries in optimizer.state.values())
+    for value in (value for entries in states for value in entries.values()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

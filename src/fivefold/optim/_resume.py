@@ -1,0 +1,114 @@
+"""A saved outer state for rounds of another shape: anchors, momenta and sums in flight are kept.
+
+Parts that were cut otherwise have sums in flight that belong to no part of the new cut. They have
+landed, so each is merged at once into the saved buffers and the live parameters, in the middle of
+a round as it were; the new rounds then begin, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fivefold.optim._flat import Piece
+from fivefold.optim._fragment import Fragment
+from fivefold.optim._merge import MERGES, MergeTask, outer_coefficients
+from fivefold.optim._metadata import MetadataReading
+from fivefold.optim._rules import OuterRule
+from fivefold.optim._shards import local_tensor
+from fivefold.optim._state import OuterState
+from fivefold.optim._update import PieceStatistics
+from fivefold.optim.transport import Transport
+
+_LOG = logging.getLogger(__name__)
+
+
+def is_anothers(state: Mapping[str, Any], transport: Transport) -> bool:
+    """Return whether any rank loads what another rank, or another world, has saved."""
+    here = transport.rank, transport.world_size
+    mine = here, (state["rank"], state["world_size"])
+    alone = getattr(transport, "may_lose", False)
+    found = [mine] if alone else transport.gather_objects(mine)
+    strangers = sum(now != then for now, then in found)
+    if strangers and state["world_size"] == here[1]:
+        _LOG.warning(
+            "%d of %d ranks load another rank's outer state: all go on from the anchor, "
+            "without the local steps since the last launch. Save and load sync.state_dict() "
+            "on every rank to resume bit for bit", strangers, len(found),
+        )  # fmt: skip
+    return bool(strangers)
+
+
+def restore(
+    state: Mapping[str, Any],
+    fragments: Iterable[Fragment],
+    rule: OuterRule,
+    *,
+    changed: Iterable[str],
+) -> None:
+    """Go on with this rank's own state, in rounds that may be longer or shorter."""
+    other_rounds = {"rule.tau", "rule.delay_steps"}.intersection(changed)
+    for fragment in fragments:
+        fragment.load_state_dict(state["fragments"][str(fragment.index)])
+        if other_rounds and fragment.index >= 0:
+            fragment.schedule.retune(rule.first_tau, delay_steps=rule.delay_steps)
+
+
+def begin_other_rounds(
+    state: Mapping[str, Any], fragments: Sequence[Fragment], rule: OuterRule, *, inner_lr: float
+) -> None:
+    """Go on with parts that are cut otherwise."""
+    live = {n: t for f in fragments for n, t in zip(f.names(), f.tensors(), strict=True)}
+    tensors = _merged_tensors(
+        state["fragments"],
+        rule=rule,
+        live={name: local_tensor(tensor) for name, tensor in live.items()},
+        inner_lr=inner_lr,
+    )
+    weight = state["fragments"]["0"]["scalars"]["weight"]
+    for fragment in fragments:
+        fragment.begin_with(tensors, total_steps=state["steps"], weight=weight)
+
+
+@torch.no_grad()
+def _merged_tensors(
+    fragments: Mapping[str, Mapping[str, Any]],
+    *,
+    rule: OuterRule,
+    live: Mapping[str, torch.Tensor],
+    inner_lr: float,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return copies of all buffers by tensor, after what was in flight has moved ``live`` too."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for part in fragments.values():
+        tensors = {
+            name: {key: value.clone() for key, value in entries.items()}
+            for name, entries in part["tensors"].items()
+        }
+        found |= tensors
+        reading = MetadataReading(**part["in_flight"]["reading"])
+        in_flight = part["schedule"]["in_flight_round"] is not None
+        if not (in_flight and part["in_flight"]["arrived"] and reading.total_weight):
+            continue
+        unit = part["in_flight"]["unit"] if rule.units == "lr" else 1.0
+        coefficients = outer_coefficients(
+            rule,
+            OuterState(**part["scalars"]),
+            reading=reading,
+            send_unit=unit,
+            step_unit=inner_lr if rule.units == "lr" else 1.0,
+            elements=sum(entries["anchor"].numel() for entries in tensors.values()),
+            shard_sum=list,
+        )
+        task = MergeTask(
+            rule=rule, coefficients=coefficients, send=False, total_weight=reading.total_weight
+        )
+        for name, entries in tensors.items():
+            kind = "average" if "value" in entries else rule.merge
+            piece = Piece(local=live[name], scratch=None, **entries)
+            MERGES[kind](piece, task, PieceStatistics())
+            entries["payload"].zero_()
+    return found

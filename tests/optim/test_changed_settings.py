@@ -1,0 +1,112 @@
+"""A run that goes on with other rounds keeps momentum, sum in flight and local steps."""
+
+import copy
+
+import pytest
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim import CO2, DelayCorrected, LocalSGD, OuterSync, SlowMo, StreamingDiLoCo
+from fivefold.testing import run_world
+
+pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "staleness": "none", "clip": None}
+STEPS, CUT = 40, 13
+
+
+def work(transport, before, after):
+    """Every local step moves all elements by the rank's own amount: the end tells what arrived."""
+    model = torch.nn.ParameterList(torch.zeros(3, dtype=torch.float64) for _ in range(4))
+    model.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def engine(rule):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return OuterSync(model, optimizer, rule=rule, transport=transport)
+
+    sync = engine(before)
+    for step in range(STEPS):
+        if step == CUT:
+            state = copy.deepcopy([[p.data for p in model], model.seen, sync.state_dict()])
+            sync = engine(after)
+            for p, value in zip(model, state[0], strict=True):
+                p.data.copy_(value)
+            model.seen.copy_(state[1])
+            sync.load_state_dict(state[2])
+        for tensor in [*(p.data for p in model), model.seen]:
+            tensor.add_(1.0 + transport.rank)
+        sync.step()
+    sync.finalize()
+    assert sync.statistics().steps == STEPS
+    return torch.cat([*(p.detach() for p in model), model.seen])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (LocalSGD(tau=4), LocalSGD(tau=3)),
+        (CO2(tau=4, **PLAIN), CO2(tau=6, **PLAIN)),
+        (CO2(tau=4, **PLAIN), CO2(tau=4, delay_steps=2, **PLAIN)),
+        (CO2(tau=4, **PLAIN), CO2(tau=4, fragments=2, **PLAIN)),
+        (CO2(tau=4, fragments=4, **PLAIN), CO2(tau=5, **PLAIN)),
+        (DelayCorrected(tau=4, fragments=2), DelayCorrected(tau=8, fragments=2)),
+        (DelayCorrected(tau=8, fragments=4), DelayCorrected(tau=4, fragments=1)),
+        (DelayCorrected(tau=4, fragments=1), DelayCorrected(tau=6, fragments=3)),
+    ],
+    ids=lambda rule: f"{rule.tau}-{rule.num_fragments}-{rule.delay_steps}",
+)
+def test_no_local_step_is_lost_and_none_counts_twice(before, after):
+    expected = torch.full((13,), 2.0 * STEPS, dtype=torch.float64)  # the mean of 1, 2 and 3
+    for found in run_world(3, lambda t: work(t, before, after)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (SlowMo(tau=4, outer_momentum=0.5), SlowMo(tau=4, outer_momentum=0.5, outer_lr=0.5)),
+        (
+            StreamingDiLoCo(tau=4, fragments=2, outer_momentum=0.5),
+            StreamingDiLoCo(tau=8, fragments=4, outer_momentum=0.5),
+        ),
+    ],
+)
+def test_the_momentum_is_kept(before, after):
+    """With no local step after the change, what is left moves by the momentum of before."""
+
+    def momenta(sync):
+        parts = sync.state_dict()["fragments"].values()
+        found = {
+            n: e["momentum"] for p in parts for n, e in p["tensors"].items() if "momentum" in e
+        }
+        return torch.cat([found[name].clone() for name in sorted(found)])
+
+    def run(transport):
+        model = torch.nn.ParameterList(torch.zeros(3) for _ in range(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = OuterSync(model, optimizer, rule=before, transport=transport)
+        for _ in range(12):
+            for p in model:
+                p.data += 1.0 + transport.rank
+            sync.step()
+        state = copy.deepcopy(sync.state_dict())
+        other = OuterSync(model, optimizer, rule=after, transport=transport)
+        other.load_state_dict(state)
+        return momenta(sync), momenta(other)
+
+    for kept, found in run_world(2, run):
+        assert kept.abs().min() > 0
+        # What was in flight may have been merged; a momentum never begins anew.
+        assert torch.all(found.abs() >= 0.5 * kept.abs())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (CO2(tau=4), CO2(tau=4, clip=0.5), r"rule\.clip='1.0', this run has '0.5'"),
+        (CO2(tau=4), CO2(tau="auto"), r"rule\.tau="),
+        (CO2(tau=4), LocalSGD(tau=4), "rule='CO2', this run has 'Local SGD'"),
+    ],
+)
+def test_what_may_not_change_is_refused_with_the_first_difference(before, after, told):
+    with pytest.raises(ConfigurationError, match=told):
+        run_world(2, lambda t: work(t, before, after))

@@ -1,0 +1,132 @@
+"""Optimizers that hold weights of their own are refused by name; those of moments are not."""
+
+import functools
+
+import pytest
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim import CO2, LocalSGD, MuonAdamW, OuterSync
+from fivefold.testing import run_world
+
+
+class TwoSequences(torch.optim.Optimizer):
+    """Steps from weights of its own, z, and leaves a mean of z and x in the parameters."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                z = self.state[p].setdefault("fast", p.detach().clone())
+                z.sub_(group["lr"] * p.grad)
+                p.lerp_(z, 0.5)
+
+
+class SlowEverySecond(torch.optim.SGD):
+    """Copies the weights at its second step."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                count = self.state[p].setdefault("count", torch.zeros(()))
+                count += 1
+                if count == 2:
+                    self.state[p]["slow"] = p.detach().clone()
+
+
+class Prodigy(torch.optim.SGD):
+    """Named as one that is known."""
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def train(transport, model, optimizer, *, steps=4):
+    sync = OuterSync(model, optimizer, rule=LocalSGD(tau=1), transport=transport)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * transport.rank + step)
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+            each.step()
+            each.zero_grad()
+        sync.step()
+    sync.finalize()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def masters(model):
+    return torch.optim.AdamW([p.detach().clone().requires_grad_() for p in model.parameters()])
+
+
+def with_foreign(model):
+    centre = torch.nn.Parameter(torch.zeros(7, 3))
+    return torch.optim.SGD([*model.parameters(), centre], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (masters, r"0\.weight, 0\.bias, 2\.weight and 1 more .* are in no optimizer"),
+        (lambda m: torch.optim.SGD(m[0].parameters()), r"2\.weight, 2\.bias .* no optimizer"),
+        (with_foreign, r"1 parameters that the model has not: \(7, 3\)"),
+        (lambda m: torch.optim.ASGD(m.parameters()), "ASGD holds an average of the weights"),
+        (lambda m: Prodigy(m.parameters()), "Prodigy holds the weights of the start"),
+        (lambda m: TwoSequences(m.parameters()), "'fast' of TwoSequences is a copy of the weights"),
+        (lambda m: SlowEverySecond(m.parameters(), lr=0.1), "'slow' of SlowEverySecond is a copy"),
+    ],
+)
+def test_what_would_stay_different_on_every_rank_is_refused(make, message):
+    def work(transport):
+        model = net()
+        train(transport, model, make(model))
+
+    with pytest.raises(ConfigurationError, match=message):
+        run_world(2, work)
+
+
+MOMENTS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.5),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "several": lambda p: [torch.optim.SGD([each], lr=0.1) for each in p],
+    "muon": lambda p: MuonAdamW(list(p), lr=0.01),
+} | {
+    kind.__name__: functools.partial(kind, lr=0.01)
+    for kind in (
+        *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam),
+        *(torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+    )
+}
+
+
+@pytest.mark.parametrize("make", MOMENTS.values(), ids=MOMENTS)
+def test_optimizers_of_moments_are_taken(make):
+    def work(transport):
+        model = net()
+        return train(transport, model, make(model.parameters()))
+
+    first, second = run_world(2, work)
+    assert torch.equal(first, second)
+
+
+def test_a_momentum_that_equals_the_weights_is_a_momentum():
+    """The gradient of half a square is the weight itself."""
+
+    def work(transport):
+        model = torch.nn.ParameterList([torch.ones(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        sync = OuterSync(model, optimizer, rule=CO2(tau=2), transport=transport)
+        for _ in range(6):
+            (model[0].square().sum() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sync.step()
+
+    run_world(2, work)
