@@ -250,6 +250,8 @@ def _groups(schedule: Schedule, events: np.ndarray, window: int | None) -> np.nd
 
 def _moments(schedule: Schedule, groups: list[int]) -> list[tuple[float, ...]]:
     """Number the moments of the transfers: those of one moment may be one message."""
+    if schedule.messages is not None:
+        return list(zip(groups, schedule.messages.tolist(), strict=True))
     if schedule.has_steps:  # steps say more than times, where there are both
         return list(zip(groups, schedule.steps.tolist(), strict=True))
     if schedule.starts_s is None or schedule.ends_s is None:

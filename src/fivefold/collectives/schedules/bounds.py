@@ -131,7 +131,8 @@ def _message_bound(collective: Collective, topology: Topology, size_bytes: float
 def discrete_ingress_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
     """Return when whole chunks can have entered, and left, every rank (serial model).
 
-    It holds for schedules of just this collective's chunks whose links take one at a time.
+    It holds for schedules of just this collective's chunks, each a message of its own, whose links
+    take one at a time.
     """
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
