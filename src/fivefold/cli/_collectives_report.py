@@ -167,6 +167,8 @@ _MOST_NAMES = 6
 _RUN_BY_BACKEND = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 _ARGUMENTS = {
     "latency": "Latency:",
+    "ends": "What comes from or goes afar:",
+    "rounds": "Rounds of messages:",
     "cut": "What must cross a cut:",
     "messages": "Messages that each byte needs:",
     "chunks": "Whole chunks:",

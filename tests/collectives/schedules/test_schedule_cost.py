@@ -64,6 +64,17 @@ def networks(draw):
     return Topology("drawn", nodes, links)
 
 
+def slow_ready(move, collective, held, seen):
+    """When a chunk is there to be sent, and what it overwrites has been read."""
+    arrivals, read_at = seen
+    known = [e for s, e in arrivals.get((move.chunk, move.source), []) if s < move.step]
+    if not collective.reducing:
+        return 0.0 if (move.chunk, move.source) in held else min(known)
+    if (move.chunk, move.source) not in held:
+        known = [max(known)]
+    return max([0.0, *known, read_at.get((move.chunk, move.target), 0.0)])
+
+
 def slow_times(schedule, topology, size_bytes, serial):
     """One message after the other in the schedule's order, with dictionaries."""
     collective = schedule.collective
@@ -80,15 +91,7 @@ def slow_times(schedule, topology, size_bytes, serial):
         route = [max(direct, key=lambda link: (widths[link], -link))] if direct.size else None
         if route is None:
             route = topology.shortest_route(move.source, move.target)
-        ready = 0.0
-        for one in moves:
-            known = [e for s, e in arrivals.get((one.chunk, one.source), []) if s < one.step]
-            if (one.chunk, one.source) not in held:
-                ready = max(ready, max(known) if collective.reducing else min(known))
-            elif collective.reducing:
-                ready = max([ready, *known])
-            if collective.reducing:
-                ready = max(ready, read_at.get((one.chunk, one.target), 0.0))
+        ready = max(slow_ready(one, collective, held, (arrivals, read_at)) for one in moves)
         legs, end, start = [[]], ready, None
         for link in route:  # a rank on the way has to have all of it before it sends it on
             legs[-1].append(link)

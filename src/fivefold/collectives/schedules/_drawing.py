@@ -47,8 +47,9 @@ def draw_schedule(
 
     Rows are links, the busiest ones where there are too many. A bar is one message, coloured by
     its first chunk: sums in browns, copies in blues; where there is room it bears the number of its
-    chunk, or how many it has. Where messages are thousands, all links are shown, and the depth of the colour is the share of
-    the time in which something is on its way; of more than 360 links neighbours share a row.
+    chunk, or how many it has. Where messages are thousands, all links are shown, and the depth of
+    the colour is the share of the time in which something is on its way; of more than 360 links
+    neighbours share a row.
 
     Args:
         schedule: The schedule.
