@@ -120,7 +120,7 @@ def test_a_report_is_complete_in_itself(run, tmp_path):
     assert json.loads(out)["report"] == "page.html"
     text = (tmp_path / "page.html").read_text()
     assert len(re.findall(r'<figure class="picture"[^>]*><img', text)) == 2
-    for part in ("all-gather of 100 MB on torus:3x3", "must go into", "Methods tried", "matching"):
+    for part in ("all-gather of 100 MB on torus:3x3", "must reach", "Methods tried", "matching"):
         assert part in text
     ranges = re.findall(r'<th scope="row">(1 kB|[\d.]+ \w+) to ([\d.]+ \w+)</th>', text)
     assert ranges[0][0] == "1 kB"

@@ -304,8 +304,8 @@ def lower_bound(
     """
     found = [
         latency_bound(collective, topology),
-        ends_bound(collective, topology, size_bytes),
         bandwidth_bound(collective, topology, size_bytes, exact=exact),
+        ends_bound(collective, topology, size_bytes),
     ]
     return max(found, key=lambda bound: bound.seconds)
 
