@@ -48,7 +48,7 @@ with later():
     from fivefold.collectives.execution import Settings
     from fivefold.collectives.execution.choose import choose
     from fivefold.collectives.lowering import (
-        TARGETS,
+        MSCCL_TARGETS,
         Program,
         can_run_in_place,
         check_program,
@@ -365,7 +365,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         raise ArgumentError(
             f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"
         )
-    require_one_of(target, TARGETS, f"there is no target {target!r}")
+    require_one_of(target, MSCCL_TARGETS, f"there is no target {target!r}")
     if in_place and not can_run_in_place(wanted):
         raise ArgumentError(
             f"{wanted.name} cannot run in place", hint="leave out --in-place, or --out-of-place"

@@ -78,7 +78,7 @@ class Target:
     what: str
 
 
-TARGETS = {
+MSCCL_TARGETS = {
     target.name: target
     for target in (
         Target(
@@ -105,7 +105,7 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True, target: str = "
     Args:
         program: The program.
         check_limits: Refuse what MSCCL's interpreter could not load.
-        target: The build whose limits are meant, one of `TARGETS`.
+        target: The build whose limits are meant, one of `MSCCL_TARGETS`.
 
     Raises:
         ConfigurationError: There is no such target.
@@ -125,9 +125,9 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True, target: str = "
         raise UnsupportedError(
             f"MSCCL has no collective {collective.name!r}", hint=f"it has {', '.join(MSCCL_NAMES)}"
         )
-    require_one_of(target, TARGETS, f"there is no target {target!r}")
+    require_one_of(target, MSCCL_TARGETS, f"there is no target {target!r}")
     if check_limits:
-        _require_limits(program, TARGETS[target])
+        _require_limits(program, MSCCL_TARGETS[target])
     check_program(program, queue_slots=_QUEUE_SLOTS[program.protocol])
     attributes: dict[str, object] = {
         "name": program.name,

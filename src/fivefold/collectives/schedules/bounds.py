@@ -300,7 +300,7 @@ def lower_bound(
         >>> from fivefold.network.topology import ring
         >>> network = ring(8, bandwidth="1 GB/s", latency="1 us")
         >>> [lower_bound(all_gather(8), network, size).kind for size in (8, 8e9)]
-        ['latency', 'cut']
+        ['ends', 'cut']
     """
     found = [
         latency_bound(collective, topology),

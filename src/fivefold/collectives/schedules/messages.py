@@ -1,12 +1,13 @@
 """Which transfers travel together: one message pays its latency once, however many chunks it has.
 
 In a schedule the transfers of a message are listed one after another; here it is checked that they
-may be one, found which a step could join, and read from times where a schedule says no more.
+may be one, found which a step could join, and read from times where a schedule says no more. What
+is called ``schedule`` is a `Schedule`, whose module imports this one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,9 +15,6 @@ from numpy.typing import ArrayLike
 from fivefold._compiler import njit
 from fivefold.collectives.schedules.arrays import Array, Ints, Longs, frozen, of_one_kind
 from fivefold.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fivefold.collectives.schedules.schedule import Schedule
 
 
 def runs_of(numbers: Array) -> Ints:
@@ -26,7 +24,7 @@ def runs_of(numbers: Array) -> Ints:
     return found
 
 
-def checked_messages(messages: ArrayLike, schedule: Schedule) -> Ints:
+def checked_messages(messages: ArrayLike, schedule: Any) -> Ints:
     """Return the messages, read-only; refuse transfers that cannot be one."""
     given = frozen(messages, np.int32)
     if given.shape != (schedule.num_transfers,):
@@ -51,14 +49,14 @@ def checked_messages(messages: ArrayLike, schedule: Schedule) -> Ints:
     return given
 
 
-def _shared(schedule: Schedule) -> list[tuple[str, Array]]:
+def _shared(schedule: Any) -> list[tuple[str, Array]]:
     """Return what the transfers of a message have in common; routes as numbers."""
     names = ("sources", "targets", "steps", "reduces", "starts_s", "ends_s")
     found = [(name, array) for name in names if (array := getattr(schedule, name)) is not None]
     return [*found, *[("routes", keys) for keys in _route_keys(schedule)]]
 
 
-def _route_keys(schedule: Schedule) -> list[Array]:
+def _route_keys(schedule: Any) -> list[Array]:
     """Return numbers that are equal only where routes are; none where all are the shortest."""
     offsets, links = schedule.route_offsets, schedule.route_links
     if offsets is None or links is None:
@@ -73,7 +71,7 @@ def _route_keys(schedule: Schedule) -> list[Array]:
     return keys
 
 
-def step_messages(schedule: Schedule) -> tuple[Longs, Ints] | None:
+def step_messages(schedule: Any) -> tuple[Longs, Ints] | None:
     """Join what each step sends from one rank to another, over one route, adding or copying.
 
     Returns:
@@ -133,7 +131,7 @@ def _leaders_of_sorted_steps(steps: Any, sources: Any, targets: Any, num_ranks: 
     return leaders
 
 
-def messages_of(schedule: Schedule) -> Longs:
+def messages_of(schedule: Any) -> Longs:
     """Return the leader of each transfer, the first one of its message, int64 [T].
 
     Where a schedule does not say so itself, transfers of the same source, target, start and end
