@@ -29,7 +29,7 @@ Make = Callable[[], Topology]
 
 def machine(name: str, boxes: int = 1) -> Make:
     """A named machine."""
-    return lambda: named_topology(name, boxes=boxes)
+    return lambda: named_topology(name, boxes=boxes).scaled(latency=0.0)
 
 
 def grid(make: Callable[..., Topology], *shape: int) -> Make:

@@ -24,7 +24,7 @@ from fivefold.network.topology import (
     torus,
 )
 
-DGX1 = named_topology("dgx1")
+DGX1 = named_topology("dgx1").scaled(latency=0.0)
 AMD4 = Topology(
     "amd4",
     [Node(f"gpu{i}", "gpu") for i in range(4)],

@@ -47,6 +47,43 @@ def made(run, name):
     return name
 
 
+def test_the_limits_of_the_output_are_part_of_the_search(run):
+    """A ring's chunks are two steps of a block: 8,192 ones are best, and what fits is written."""
+    network = ("all_reduce", "ring:4", "--bandwidth", "1GB/s", "--latency", "0s", "--size", "64MB")
+    words = (*network, "--method", "trees", "--json", "--output")
+    found = {}
+    for name in ("free.json", "small.xml"):
+        code, out, _ = run("synthesize", *words, name)
+        assert code == 0
+        found[name] = json.loads(out)
+    assert found["small.xml"]["chunks"] <= 128
+    assert found["small.xml"]["time_s"] <= 1.25 * found["free.json"]["time_s"]
+    code, _, err = run("synthesize", *words, "large.xml", "--chunks", "4096")
+    assert code == 3
+    assert re.search(r"steps|transfers", err)
+    assert "fewer chunks" in err
+
+
+@pytest.mark.parametrize(
+    ("collective", "words", "in_place"),
+    [
+        ("all_reduce", (), "1"),
+        ("all_gather", (), "1"),
+        ("reduce_scatter", (), "1"),
+        ("all_gather", ("--out-of-place",), "0"),
+        ("all_to_all", (), "0"),
+    ],
+)
+def test_programs_are_in_place_where_they_can(run, collective, words, in_place):
+    """MSCCL's executor compares these two attributes with the pointers of the call."""
+    words = (collective, "ring:4", "--method", "library", "--output", "a.xml", *words)
+    assert run("synthesize", *words)[0] == 0
+    text = Path("a.xml").read_text()
+    assert f'inplace="{in_place}" outofplace="{1 - int(in_place)}"' in text
+    assert run("verify", "a.xml")[0] == 0
+    assert run("run", "a.xml")[0] == 0
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.xml"])
 def test_what_is_made_is_right_and_runs(run, name):
     file = made(run, name)
@@ -83,7 +120,7 @@ def test_a_report_is_complete_in_itself(run, tmp_path):
     assert json.loads(out)["report"] == "page.html"
     text = (tmp_path / "page.html").read_text()
     assert len(re.findall(r'<figure class="picture"[^>]*><img', text)) == 2
-    for part in ("all-gather of 100 MB on torus:3x3", "must go into", "Methods tried", "matching"):
+    for part in ("all-gather of 100 MB on torus:3x3", "must reach", "Methods tried", "matching"):
         assert part in text
     ranges = re.findall(r'<th scope="row">(1 kB|[\d.]+ \w+) to ([\d.]+ \w+)</th>', text)
     assert ranges[0][0] == "1 kB"
@@ -245,6 +282,8 @@ def test_prices(run):
     [
         (("verify", "none.json"), 2, "'none.json' does not exist"),
         (("run", "none.xml"), 2, "'none.xml' does not exist"),
+        (("synthesize", "all_reduce", "ring:4", "--target", "gpu"), 1, "no target 'gpu'"),
+        (("synthesize", "all_to_all", "ring:4", "--in-place"), 2, "cannot run in place"),
         (("bench", "all_reduce"), 2, "neither a topology nor are there ranks"),
         (("synthesize", "all_gather", "nowhere:4"), 2, "nowhere"),
         (("draw", "program.xml"), 1, "holds a program"),

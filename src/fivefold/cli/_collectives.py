@@ -30,7 +30,13 @@ from fivefold.cli._options import (
     typed_arguments,
     write_json,
 )
-from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.errors import (
+    ConfigurationError,
+    DataError,
+    InfeasibleError,
+    UnsupportedError,
+    require_one_of,
+)
 from fivefold.files import read_text
 from fivefold.units import format_bytes, format_duration_s
 
@@ -42,7 +48,9 @@ with later():
     from fivefold.collectives.execution import Settings
     from fivefold.collectives.execution.choose import choose
     from fivefold.collectives.lowering import (
+        MSCCL_TARGETS,
         Program,
+        can_run_in_place,
         check_program,
         from_msccl_xml,
         interpret,
@@ -59,6 +67,7 @@ with later():
         verify_schedule,
     )
     from fivefold.collectives.synthesis import (
+        Fit,
         Sketch,
         Synthesis,
         SynthesisOptions,
@@ -198,15 +207,39 @@ def read_algorithm(file: Path) -> Schedule | Program:
     return Schedule.from_json(text)
 
 
-def write_algorithm(schedule: Schedule, output: Path) -> None:
+def write_algorithm(
+    schedule: Schedule, output: Path, *, target: str = "executor", in_place: bool | None = None
+) -> None:
     """Write a schedule, or the program that it lowers to, as the file's ending says."""
+    write_text(output, algorithm_text(schedule, output, target=target, in_place=in_place))
+
+
+def algorithm_text(schedule: Schedule, output: Path, *, target: str, in_place: bool | None) -> str:
+    """Return the contents of the file; programs run in place where the collective can."""
+    if in_place is None:
+        in_place = can_run_in_place(schedule.collective)
     if output.suffix == ".xml":
-        text = to_msccl_xml(lower(schedule))
-    elif output.name.endswith(".plan.json"):
-        text = to_mscclpp_json(lower(schedule, queue_slots=None))
-    else:
-        text = schedule.to_json()
-    write_text(output, text)
+        return to_msccl_xml(lower(schedule, in_place=in_place), target=target)
+    if output.name.endswith(".plan.json"):
+        return to_mscclpp_json(lower(schedule, queue_slots=None, in_place=in_place))
+    return schedule.to_json()
+
+
+def _fit_of(output: Path | None, *, target: str, in_place: bool | None) -> Fit | None:
+    """Return what a program's limits ask of the answer; None for a file without limits."""
+    if output is None or not (output.suffix == ".xml" or output.name.endswith(".plan.json")):
+        return None
+
+    def misfit(schedule: Schedule) -> str | None:
+        if schedule.num_transfers > _MOST_LOWERED:
+            return f"{schedule.num_transfers:,} transfers are more than a program holds"
+        try:
+            algorithm_text(schedule, output, target=target, in_place=in_place)
+        except (InfeasibleError, DataError) as error:
+            return error.message
+        return None
+
+    return Fit(f"{''.join(output.suffixes[-2:])} {target} {in_place}", misfit)
 
 
 def show_facts(facts: dict[str, Any], *, as_json: bool) -> None:
@@ -234,6 +267,7 @@ def value_text(name: str, value: Any) -> str:
 
 
 _GAP = "1%"
+_MOST_LOWERED = 20_000  # transfers; beyond, lowering takes seconds and no build would load it
 
 _File = Annotated[
     Path,
@@ -252,7 +286,7 @@ def _search_option(help: str, **how: Any) -> Any:  # noqa: A002 - as typer calls
 
 
 _Root = Annotated[int, typer.Option(min=0, help="Root of a broadcast, reduce, scatter or gather.")]
-_Method = Annotated[str, _search_option("auto, library, trees, matching, flow or taccl.")]
+_Method = Annotated[str, _search_option("auto, library, paths, trees, matching, flow or taccl.")]
 _Chunks = Annotated[
     int | None,
     _search_option(
@@ -283,6 +317,19 @@ _Output = Annotated[
     Path | None, output_option("The algorithm: .json, .xml (MSCCL) or .plan.json (MSCCL++).")
 ]
 
+_Target = Annotated[
+    str,
+    typer.Option(help="Build of MSCCL that an .xml is for: executor, executor-256 or msccl."),
+]
+_InPlace = Annotated[
+    bool | None,
+    typer.Option(
+        "--in-place/--out-of-place",
+        help="Whether input and output of a program are one memory, as PyTorch's are.",
+        show_default="in place where the collective can",
+    ),
+]
+
 
 def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     collective: _Collective,
@@ -299,6 +346,8 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     seed: _Seed = 0,
     cache: _Cache = None,
     output: _Output = None,
+    target: _Target = "executor",
+    in_place: _InPlace = None,
     report: PageOption = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
@@ -316,6 +365,11 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         raise ArgumentError(
             f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"
         )
+    require_one_of(target, MSCCL_TARGETS, f"there is no target {target!r}")
+    if in_place and not can_run_in_place(wanted):
+        raise ArgumentError(
+            f"{wanted.name} cannot run in place", hint="leave out --in-place, or --out-of-place"
+        )
     require_writable(output, report, cache)
     enough = _share_of(gap)
     options = SynthesisOptions(
@@ -325,6 +379,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         root=0 if cut and wanted.root is None else root,
         cache=cache,
         progress=_each_line_once(),
+        fit=_fit_of(output, target=target, in_place=in_place),
     )
     found = synthesize(
         wanted if cut else collective,
@@ -338,7 +393,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     facts = _facts_of(found, network)
     typer.echo(_why_it_ended(found.gap, enough, gap, time_limit), err=True)
     if output is not None:
-        write_algorithm(found.schedule, output)
+        write_algorithm(found.schedule, output, target=target, in_place=in_place)
         facts["output"] = str(output)
     if report is not None:
         asked = Asked(
@@ -349,6 +404,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
                 "--model": None if model == "serial" else model, "--root": root,
                 "--chunks": chunks, "--sketch": sketch, "--seed": seed,
                 "--gap": None if gap == _GAP else gap,
+                "--target": None if target == "executor" else target,
                 "--bandwidth": bandwidth, "--latency": latency,
             }),
         )  # fmt: skip

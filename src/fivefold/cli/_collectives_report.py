@@ -167,6 +167,8 @@ _MOST_NAMES = 6
 _RUN_BY_BACKEND = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 _ARGUMENTS = {
     "latency": "Latency:",
+    "ends": "What comes from or goes afar:",
+    "rounds": "Rounds of messages:",
     "cut": "What must cross a cut:",
     "messages": "Messages that each byte needs:",
     "chunks": "Whole chunks:",
@@ -496,8 +498,10 @@ def _recipes(asked: Asked) -> tuple[TextBlock, ...]:
     if asked.output is None or asked.output.name != f"{stem}.json":
         keep.insert(0, asked.command(f"{stem}.json"))
     msccl = [
-        asked.command(f"{stem}.xml"),
-        f"MSCCL_XML_FILES={xml} NCCL_ALGO=MSCCL,RING,TREE torchrun ... train.py",
+        asked.command(f"algorithms/{stem}.xml"),
+        "MSCCL_ALGO_DIR=$PWD/algorithms torchrun ... train.py  # msccl-executor-nccl",
+        asked.command(f"{stem}.xml") + " --target msccl",
+        f"MSCCL_XML_FILES={xml} NCCL_ALGO=MSCCL,RING,TREE torchrun ... train.py  # msccl",
     ]
     recipes = [
         ("Keep it, prove it again, execute it on this machine's CPU", "\n".join(keep)),

@@ -180,7 +180,9 @@ def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[s
     number = len(job.ranks)
     programs: dict[str, str] = {}
     if number > 1 and any(layer.gradient_bytes for layer in job.layers):
-        programs["all_reduce"] = to_msccl_xml(lower(_reduction(topology, job, plan)))
+        programs["all_reduce"] = to_msccl_xml(
+            lower(_reduction(topology, job, plan), in_place=True)  # as PyTorch calls it
+        )
     if number > 1 and any(layer.all_to_all_bytes for layer in job.layers):
         direct = build_algorithm("direct", all_to_all(number))
         programs["all_to_all"] = to_msccl_xml(lower(direct))

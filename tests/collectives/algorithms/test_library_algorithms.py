@@ -170,7 +170,7 @@ def test_pairwise_steps_are_permutations():
 
 
 def test_hierarchies_keep_traffic_inside():
-    network = named_topology("dgx_a100", boxes=2)
+    network = named_topology("dgx_a100", boxes=2).scaled(latency=0.0)
     size = 1e9
     flat = schedules.evaluate(
         ring(schedules.all_reduce(16), order=range(16)), network, size_bytes=size
@@ -201,8 +201,8 @@ def test_a_closed_form_of_the_hierarchy():
     "network",
     [
         ring_network(6),
-        named_topology("dgx1"),
-        named_topology("mi250"),
+        named_topology("dgx1").scaled(latency=0.0),
+        named_topology("mi250").scaled(latency=0.0),
         torus((4, 4)),
         torus((3, 5)),
         hypercube(4),
@@ -219,14 +219,14 @@ def test_ring_neighbours_are_neighbours_where_there_is_such_a_ring(network):
 
 
 def test_the_ring_of_dgx1_uses_the_widest_links():
-    network = named_topology("dgx1")
+    network = named_topology("dgx1").scaled(latency=0.0)
     schedule = ring(schedules.all_gather(8), network)
     timing = schedules.evaluate(schedule, size_bytes=8e9)
     assert timing.total_s == pytest.approx(7 * 1e9 / 50e9)
 
 
 def test_rings_fall_back_to_hosts_and_to_paths():
-    boxes = named_topology("dgx_a100", boxes=2)
+    boxes = named_topology("dgx_a100", boxes=2).scaled(latency=0.0)
     order = ring_order(boxes)
     hosts = [boxes.host_of(rank) for rank in order]
     assert sum(a != b for a, b in zip(hosts, [*hosts[1:], hosts[0]], strict=True)) == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from fivefold.collectives.schedules import (
     reduce_scatter,
 )
 from fivefold.errors import (
+    ConfigurationError,
     DataError,
     FivefoldError,
     InfeasibleError,
@@ -204,7 +207,7 @@ def test_any_damage_is_a_clear_error_or_a_program(data):
     ("program", "message"),
     [
         (lambda: program_of("all_gather", "ring", ranks=4, instances=40), "32 channels"),
-        (lambda: lower(build_algorithm("direct", all_gather(40))), "32 blocks with sends"),
+        (lambda: lower(build_algorithm("direct", all_gather(4, 200)), max_count=2), "64 steps in"),
         (lambda: lower(build_algorithm("direct", all_gather(4, 80)), max_count=80), "71 chunks"),
         (lambda: lower(build_algorithm("ring", all_gather(4, 80)), max_count=1), "steps in block"),
     ],
@@ -213,6 +216,51 @@ def test_what_msccl_cannot_load_is_refused(program, message):
     with pytest.raises(InfeasibleError, match=message):
         to_msccl_xml(program())
     to_msccl_xml(program(), check_limits=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "chunks", "fits"),
+    [("executor", 32, True), ("executor", 33, False), ("executor-256", 33, True),
+     ("executor-256", 129, False), ("msccl", 128, True)],
+)  # fmt: skip
+def test_each_build_has_its_limits(target, chunks, fits):
+    """On two ranks a chunk is one step each way, and each rank's one block has both."""
+    program = lower(build_algorithm("ring", all_gather(2, 2 * chunks)), max_count=1)
+    steps = {len(block.operations) for _, _, block in program.blocks()}
+    assert max(steps) == 2 * chunks
+    if fits:
+        to_msccl_xml(program, target=target)
+    else:
+        with pytest.raises(InfeasibleError, match=f"{target}.* steps in block"):
+            to_msccl_xml(program, target=target)
+
+
+def test_elements_of_all_ranks_count_as_the_parser_counts_them():
+    """One for the algorithm, one for each rank, and the own rank's blocks and steps."""
+    schedule = build_algorithm("direct", all_gather(60))
+    program = lower(schedule)
+    text = ET.fromstring(to_msccl_xml(program, target="executor"))  # noqa: S314 - our own
+    counts = [1 + 60 + sum(1 + len(block) for block in gpu) for gpu in text]
+    assert max(counts) < 4096
+    many = lower(build_algorithm("ring", all_gather(2, 2040)), channels=32, max_count=1)
+    with pytest.raises(InfeasibleError, match="at most 4095 XML elements"):  # 1 + 2 + 32 + 4080
+        to_msccl_xml(many, target="executor-256")
+
+
+def test_many_peers_are_dealt_over_channels():
+    """A channel has 32 senders and 32 receivers at most, by the interpreter's own table."""
+    program = lower(build_algorithm("direct", all_to_all(40)), in_place=False)
+    assert program.num_channels == 2
+    for rank in program.ranks:
+        for way in ("send_peer", "receive_peer"):
+            peers = Counter(b.channel for b in rank.blocks if getattr(b, way) >= 0)
+            assert max(peers.values()) <= 32
+    to_msccl_xml(program)
+
+
+def test_a_target_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigurationError, match="no target 'other'"):
+        to_msccl_xml(program_of("all_gather", "ring"), target="other")
 
 
 def test_what_mscclpp_cannot_hold_is_refused():

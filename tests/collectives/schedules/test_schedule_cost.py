@@ -1,5 +1,7 @@
 """Cost models against a slow list scheduler and closed forms; times against the links."""
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -62,26 +64,34 @@ def networks(draw):
     return Topology("drawn", nodes, links)
 
 
+def slow_ready(move, collective, held, seen):
+    """When a chunk is there to be sent, and what it overwrites has been read."""
+    arrivals, read_at = seen
+    known = [e for s, e in arrivals.get((move.chunk, move.source), []) if s < move.step]
+    if not collective.reducing:
+        return 0.0 if (move.chunk, move.source) in held else min(known)
+    if (move.chunk, move.source) not in held:
+        known = [max(known)]
+    return max([0.0, *known, read_at.get((move.chunk, move.target), 0.0)])
+
+
 def slow_times(schedule, topology, size_bytes, serial):
-    """One transfer after the other in the schedule's order, with dictionaries."""
+    """One message after the other in the schedule's order, with dictionaries."""
     collective = schedule.collective
     sizes = collective.chunk_bytes(size_bytes)
     held = set(zip(collective.pre_chunks.tolist(), collective.pre_ranks.tolist(), strict=True))
     arrivals, free, read_at, times = {}, {}, {}, []
-    for move in sorted(schedule, key=lambda m: m.step):
+    numbered = [(k if m.message is None else m.message, m) for k, m in enumerate(schedule)]
+    numbered.sort(key=lambda pair: pair[1].step)
+    for _, group in groupby(numbered, key=lambda pair: pair[0]):
+        moves = [move for _, move in group]
+        move, size = moves[0], sum(sizes[one.chunk] for one in moves)
         direct = topology.direct_links(move.source, move.target)
         widths = topology.capacities_bytes_per_s
         route = [max(direct, key=lambda link: (widths[link], -link))] if direct.size else None
         if route is None:
             route = topology.shortest_route(move.source, move.target)
-        known = [e for s, e in arrivals.get((move.chunk, move.source), []) if s < move.step]
-        ready = 0.0
-        if (move.chunk, move.source) not in held:
-            ready = max(known) if collective.reducing else min(known)
-        elif collective.reducing:
-            ready = max([0.0, *known])
-        if collective.reducing:
-            ready = max(ready, read_at.get((move.chunk, move.target), 0.0))
+        ready = max(slow_ready(one, collective, held, (arrivals, read_at)) for one in moves)
         legs, end, start = [[]], ready, None
         for link in route:  # a rank on the way has to have all of it before it sends it on
             legs[-1].append(link)
@@ -92,12 +102,13 @@ def slow_times(schedule, topology, size_bytes, serial):
             start = end if start is None else start
             delay = sum(topology.latencies_s[link] for link in leg)
             for link in leg:
-                free[link] = end + (delay if serial else 0) + sizes[move.chunk] / widths[link]
-            end += delay + sizes[move.chunk] / min(widths[link] for link in leg)
-        arrivals.setdefault((move.chunk, move.target), []).append((move.step, end))
-        place = (move.chunk, move.source)
-        read_at[place] = max(read_at.get(place, 0.0), start)
-        times.append((start, end))
+                free[link] = end + (delay if serial else 0) + size / widths[link]
+            end += delay + size / min(widths[link] for link in leg)
+        for one in moves:
+            arrivals.setdefault((one.chunk, one.target), []).append((one.step, end))
+            place = (one.chunk, one.source)
+            read_at[place] = max(read_at.get(place, 0.0), start)
+            times.append((start, end))
     return times
 
 
@@ -108,6 +119,8 @@ def cases(draw):
     collective = named_collective(name, network.num_ranks, chunks=draw(st.integers(1, 3)), root=0)
     known = [key for key in available_algorithms(collective) if key != "hierarchical"]
     schedule = build_algorithm(draw(st.sampled_from(known)), collective, network)
+    if draw(st.booleans()):  # each chunk by itself
+        schedule = schedule.replaced(messages=None)
     return schedule, draw(st.sampled_from([0.0, 1e9, 7e9]))
 
 
@@ -135,7 +148,7 @@ def test_times_keep_to_the_links_and_to_the_bounds(case, model):
 
 @given(case=cases())
 def test_whole_chunks_bound_the_serial_model(case):
-    schedule, size = case
+    schedule, size = case[0].replaced(messages=None), case[1]
     timing = evaluate(schedule, size_bytes=size)
     bound = discrete_ingress_bound(schedule.collective, schedule.topology, size)
     pruned = schedule.pruned()

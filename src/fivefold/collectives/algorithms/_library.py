@@ -239,7 +239,9 @@ def build_algorithm(
     * ``hierarchical`` (``groups=``, ``intra=``, ``inter=``): inside groups of ranks and across
       groups; None takes the topology's hosts as groups and rings at both levels.
 
-    Where n is no power of two, doubling lets the ranks too many act through a partner.
+    Where n is no power of two, doubling lets the ranks too many act through a partner. What a step
+    sends from one rank to another is one message; ``replaced(messages=None)`` sends each chunk by
+    itself, so that large ones can be passed on before the last of a step has come.
 
     Args:
         name: One of `available_algorithms`; hyphens count as underscores.
@@ -283,7 +285,7 @@ def build_algorithm(
         topology=topology,
         name=plain,
         solver="library",
-    )
+    ).joined()
 
 
 def _moves(

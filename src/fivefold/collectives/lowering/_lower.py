@@ -34,6 +34,7 @@ _FUSED = {
     OpKind.RECEIVE_REDUCE_COPY: OpKind.RECEIVE_REDUCE_COPY_SEND,
 }
 _MAX_COUNT = 64  # MSCCL's interpreter refuses counts from 72 on
+_MOST_PEERS = 32  # of a rank in one channel, each way
 _TIME_DIGITS = 9  # times nearer than 1e-9 of the whole are one moment: ends and starts are sums
 _Place = tuple[Buffer, int]  # a slot
 
@@ -93,7 +94,9 @@ def lower(  # noqa: PLR0913 - independent options, each with a default
     for window in windows:
         places = _Places(schedule, in_place=in_place)
         legs = _legs(schedule, places, relay=relay, window=window)
-        _choose_channels(legs, channels=channels, instances=instances)
+        _choose_channels(
+            legs, schedule.collective.num_ranks, channels=channels, instances=instances
+        )
         messages = _joined(legs, max_count=max_count)
         copies = places.final_copies(max_count=max_count)
         shape = Program(
@@ -250,6 +253,8 @@ def _groups(schedule: Schedule, events: np.ndarray, window: int | None) -> np.nd
 
 def _moments(schedule: Schedule, groups: list[int]) -> list[tuple[float, ...]]:
     """Number the moments of the transfers: those of one moment may be one message."""
+    if schedule.messages is not None:
+        return list(zip(groups, schedule.messages.tolist(), strict=True))
     if schedule.has_steps:  # steps say more than times, where there are both
         return list(zip(groups, schedule.steps.tolist(), strict=True))
     if schedule.starts_s is None or schedule.ends_s is None:
@@ -260,11 +265,16 @@ def _moments(schedule: Schedule, groups: list[int]) -> list[tuple[float, ...]]:
     return list(zip(groups, starts, ends, strict=True))
 
 
-def _choose_channels(legs: list[_Leg], *, channels: int, instances: int) -> None:
+def _choose_channels(legs: list[_Leg], num_ranks: int, *, channels: int, instances: int) -> None:
+    # A channel has room for a number of peers each way: those further on get channels of their own.
+    ends = {(leg.source, leg.target) for leg in legs}
+    peers = max([0, *Counter(a for a, _ in ends).values(), *Counter(b for _, b in ends).values()])
+    width = _MOST_PEERS if peers > _MOST_PEERS else num_ranks
     # A queue hands over in the order of sending: what overtakes another leg needs another one.
     last: dict[tuple[int, int, int], int] = {}
     for leg in legs:
         leg.channel = leg.chunk % instances * channels + leg.chunk // instances % channels
+        leg.channel += (leg.target - leg.source) % num_ranks // width * channels * instances
         while last.get(leg.queue, -1) > leg.received:
             leg.channel += channels * instances
         last[leg.queue] = leg.received

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 from xml.etree import ElementTree as ET
@@ -25,7 +25,12 @@ from fivefold.collectives.lowering.program import (
     ThreadBlock,
 )
 from fivefold.collectives.schedules import Collective, named_collective
-from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
+from fivefold.errors import (
+    ConfigurationError,
+    InfeasibleError,
+    UnsupportedError,
+    require_one_of,
+)
 from fivefold.files import XmlElement, parse_xml, read_text
 
 MSCCL_NAMES = {
@@ -50,9 +55,43 @@ _ALLOWED = {
     "op": set(),
     "copy": set(),
 }
-_MAX_COUNT, _MAX_CHANNELS, _MAX_STEPS = 71, 32, 256
-_MAX_BLOCKS_OF_CHANNEL, _MAX_BLOCKS, _MAX_NODES = 32, 1024, 4096
+_MAX_COUNT, _MAX_CHANNELS, _MAX_BLOCKS_OF_CHANNEL = 71, 32, 32
+_MAX_NODES = 4095  # one less than the parser's table, for it looks for room before each end tag
+_MAX_AWAITED, _MAX_SLOTS = 127, 1 << 15  # blocks waited for in 8 bits, offsets in 16, with signs
 _LARGEST = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What builds of MSCCL's interpreter differ in.
+
+    Args:
+        name: Its name on the command line.
+        most_steps: Steps of a thread block.
+        most_blocks: Thread blocks of a rank.
+        what: Which programs these are.
+    """
+
+    name: str
+    most_steps: int
+    most_blocks: int
+    what: str
+
+
+MSCCL_TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            name="executor", most_steps=64, most_blocks=1024,
+            what="msccl-executor-nccl and RCCL's MSCCL as they are built by default",
+        ),
+        Target(
+            name="executor-256", most_steps=256, most_blocks=1024,
+            what="the same, built with MSCCL_MAX_NUM_STEPS=256",
+        ),
+        Target(name="msccl", most_steps=256, most_blocks=216, what="microsoft/msccl"),
+    )
+}  # fmt: skip
 # Chunks that a queue holds: of NCCL's eight buffers a chunk takes four in Simple, else one.
 _QUEUE_SLOTS = {"Simple": 2, "LL": 8, "LL128": 8}
 
@@ -60,14 +99,16 @@ _QUEUE_SLOTS = {"Simple": 2, "LL": 8, "LL128": 8}
 # -- out -----------------------------------------------------------------------------------------
 
 
-def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
+def to_msccl_xml(program: Program, *, check_limits: bool = True, target: str = "executor") -> str:
     """Write the program as an MSCCL XML file, proved with :func:`check_program` for its queues.
 
     Args:
         program: The program.
         check_limits: Refuse what MSCCL's interpreter could not load.
+        target: The build whose limits are meant, one of `MSCCL_TARGETS`.
 
     Raises:
+        ConfigurationError: There is no such target.
         UnsupportedError: MSCCL has no such collective.
         InfeasibleError: The program exceeds a limit of MSCCL's interpreter; names it.
         ProgramError: The program is wrong, or it deadlocks with the queues of its protocol.
@@ -84,8 +125,9 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
         raise UnsupportedError(
             f"MSCCL has no collective {collective.name!r}", hint=f"it has {', '.join(MSCCL_NAMES)}"
         )
+    require_one_of(target, MSCCL_TARGETS, f"there is no target {target!r}")
     if check_limits:
-        _require_limits(program)
+        _require_limits(program, MSCCL_TARGETS[target])
     check_program(program, queue_slots=_QUEUE_SLOTS[program.protocol])
     attributes: dict[str, object] = {
         "name": program.name,
@@ -151,25 +193,33 @@ def _texts(attributes: Mapping[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in attributes.items()}
 
 
-def _require_limits(program: Program) -> None:
-    for what, value, limit, remedy in _limits(program):
+def _require_limits(program: Program, target: Target) -> None:
+    for what, value, limit, remedy in _limits(program, target):
         if value > limit:
             raise InfeasibleError(
-                f"MSCCL runs at most {limit} {what}; the program has {value}", hint=remedy
+                f"MSCCL ({target.name}) runs at most {limit} {what}; the program has {value}",
+                hint=remedy,
             )
 
 
-def _limits(program: Program) -> Iterator[tuple[str, int, int, str]]:
+def _limits(program: Program, target: Target) -> Iterator[tuple[str, int, int, str]]:
     yield "channels", program.num_channels, _MAX_CHANNELS, "use fewer channels or instances"
+    fewer = "use fewer chunks; another --target may have larger limits"
     for rank, sizes in enumerate(program.ranks):
         where = f"of rank {rank}"
-        yield f"thread blocks {where}", len(sizes.blocks), _MAX_BLOCKS, "use fewer channels"
-        nodes = 2 + len(sizes.blocks) + sizes.num_operations
+        yield f"thread blocks {where}", len(sizes.blocks), target.most_blocks, "use fewer channels"
+        # The file's other ranks are elements, too, without what is in them.
+        nodes = 1 + program.num_ranks + len(sizes.blocks) + sizes.num_operations
         yield f"XML elements {where}", nodes, _MAX_NODES, "use fewer chunks"
+        slots = max(sizes.input_slots, sizes.output_slots, sizes.scratch_slots)
+        yield f"chunks in a buffer {where}", slots, _MAX_SLOTS, "use fewer chunks"
+        waits = (operation.wait_block for block in sizes.blocks for operation in block.operations)
+        what = f"as the number of a block that is waited for {where}"
+        yield what, max(waits, default=-1), _MAX_AWAITED, "use fewer channels"
         users: Counter[tuple[int, str]] = Counter()
         for number, block in enumerate(sizes.blocks):
             steps = len(block.operations)
-            yield f"steps in block {number} {where}", steps, _MAX_STEPS, "use fewer chunks"
+            yield f"steps in block {number} {where}", steps, target.most_steps, fewer
             counts = max((operation.count for operation in block.operations), default=0)
             yield f"chunks in one step {where}", counts, _MAX_COUNT, "lower with max_count=64"
             users[block.channel, "sends"] += block.send_peer >= 0

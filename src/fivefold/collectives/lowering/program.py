@@ -24,6 +24,11 @@ _MOST_SLOTS = 1 << 27
 _PROTOCOLS = ("Simple", "LL", "LL128")
 
 
+def can_run_in_place(collective: Collective) -> bool:
+    """Return whether input and output of a collective may be one memory."""
+    return collective.name in _IN_PLACE
+
+
 class Buffer(StrEnum):
     """Kinds of buffers that slots lie in; the values are MSCCL's."""
 
@@ -133,7 +138,7 @@ class Program:
         if not isinstance(self.in_place, bool):
             message = f"in_place is {self.in_place!r:.60}"
             raise ConfigurationError(message, hint="say True or False")
-        if self.in_place and self.collective.name not in _IN_PLACE:
+        if self.in_place and not can_run_in_place(self.collective):
             raise ConfigurationError(
                 f"{self.collective.name} cannot run in place",
                 hint=f"in place run {', '.join(sorted(_IN_PLACE))}",

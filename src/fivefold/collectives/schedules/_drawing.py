@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fivefold.collectives.schedules.arrays import Floats, Ints, Longs, rows_of
+from fivefold.collectives.schedules.messages import messages_of
 from fivefold.collectives.schedules.routes import require_topology, route_table
 from fivefold.collectives.schedules.schedule import Schedule
 from fivefold.collectives.schedules.timing import Timing
@@ -44,10 +45,11 @@ def draw_schedule(
 ) -> Figure:
     """Draw what each link does over time.
 
-    Rows are links, the busiest ones where there are too many. A bar is one transfer, coloured by
-    its chunk: sums in browns, copies in blues; where there is room it bears the chunk's number.
-    Where transfers are thousands, all links are shown, and the depth of the colour is the share of
-    the time in which something is on its way; of more than 360 links neighbours share a row.
+    Rows are links, the busiest ones where there are too many. A bar is one message, coloured by
+    its first chunk: sums in browns, copies in blues; where there is room it bears the number of its
+    chunk, or how many it has. Where messages are thousands, all links are shown, and the depth of
+    the colour is the share of the time in which something is on its way; of more than 360 links
+    neighbours share a row.
 
     Args:
         schedule: The schedule.
@@ -79,10 +81,12 @@ def draw_schedule(
         )
     module = optional_module("matplotlib.figure", extra="collectives", use="a picture")
     network = require_topology(schedule, topology)
-    # The transfer and link of every bar.
+    # The message (its first transfer) and link of every bar.
     routes = route_table(schedule, network)
-    offsets, places = rows_of(routes.offsets, routes.rows)
-    transfers = np.repeat(np.arange(schedule.num_transfers), np.diff(offsets))
+    leaders = messages_of(schedule)
+    first = np.flatnonzero(leaders == np.arange(leaders.size))
+    offsets, places = rows_of(routes.offsets, routes.rows[first])
+    transfers = np.repeat(first, np.diff(offsets))
     many = transfers.size > _MOST_BARS and timing.total_s > 0
     rows = _rows(timing, None if many else most_rows)
     row_of_link = np.full(network.num_links, -1, dtype=np.int64)
@@ -137,7 +141,7 @@ def _rows(timing: Timing, most_rows: int | None) -> Ints:
 
 
 def _paint_bars(axes: Axes, schedule: Schedule, timing: Timing, bars: Longs) -> None:
-    """Paint a bar for each transfer on each of its links, with the chunk's number where it fits."""
+    """Paint a bar for each message on each of its links, with its chunk or their number."""
     import matplotlib as mpl  # noqa: PLC0415 - heavy and optional
 
     scale, _ = _time_scale(timing.total_s)
@@ -152,7 +156,13 @@ def _paint_bars(axes: Axes, schedule: Schedule, timing: Timing, bars: Longs) -> 
     painted = axes.barh(rows, lasts, left=starts, height=0.82, color=colours, **style)
     if few:
         wide = lasts > timing.total_s * scale / 60
-        labels = np.where(wide, schedule.chunks[transfers].astype(str), "").tolist()
+        together = np.bincount(messages_of(schedule), minlength=schedule.num_transfers)[transfers]
+        names = np.where(
+            together > 1,
+            np.char.add(together.astype(str), " chunks"),
+            schedule.chunks[transfers].astype(str),
+        )
+        labels = np.where(wide, names, "").tolist()
         axes.bar_label(painted, labels, label_type="center", fontsize=6, color="0.1")
     shades = {name: mpl.colormaps[colour](0.6) for name, colour in _BAR_COLOURS.items()}
     _explain(axes, schedule, shades)

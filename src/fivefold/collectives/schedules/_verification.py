@@ -24,9 +24,10 @@ from fivefold.collectives.schedules.arrays import (
     push_event,
     rows_of,
 )
+from fivefold.collectives.schedules.messages import messages_of
 from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
 from fivefold.collectives.schedules.schedule import BY_TIMES, Schedule, ScheduleError
-from fivefold.collectives.schedules.timing import messages_of, order_events
+from fivefold.collectives.schedules.timing import order_events
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
@@ -66,7 +67,8 @@ def _check_times_against_links(
         message = "the schedule does not say for which size it was made"
         raise ConfigurationError(message, hint="pass size_bytes")
     transfer_bytes = schedule.collective.chunk_bytes(size)[schedule.chunks]
-    leaders, message_bytes = messages_of(schedule, transfer_bytes)
+    leaders = messages_of(schedule)
+    message_bytes = np.bincount(leaders, transfer_bytes, leaders.size)
     legs, first_legs = routes.legs()
     each_s = 1.0 / legs.capacities_bytes_per_s(topology.capacities_bytes_per_s)
     latency_s, latency_before_s = _sums(legs.latencies_s(topology.latencies_s), first_legs)
@@ -226,8 +228,7 @@ def verify_schedule(
         topology: Network whose links it must keep to; None for the schedule's own, if any.
         check_times: Whether the times must agree with latency and capacity of the links: no
             transfer may be faster than its route allows, and two that overlap on a link must leave
-            each other room. Transfers between the same two ranks with equal start and equal end
-            count as one message.
+            each other room. What counts as one message, `Schedule` says.
         size_bytes: Size of the collective for which the times were made, for ``check_times``;
             None to take ``schedule.attributes["size_bytes"]``.
 

@@ -111,3 +111,37 @@ def pop_event(heap: tuple[Any, Any], size: int) -> int:
         place = below
     times_s[place], items[place] = time_s, item
     return size
+
+
+@njit
+def number_slots(
+    grouped: tuple[Any, Any], sources: Any, targets: Any, pre: tuple[Any, Any], num_ranks: int
+) -> tuple[Any, Any, Any]:
+    """Number the slots that transfers read and write, and note which are filled at first."""
+    offsets, positions = grouped
+    count = sources.size
+    read, written = np.empty(count, np.int32), np.empty(count, np.int32)
+    filled = np.zeros(2 * count, np.bool_)
+    slot_of = np.full(num_ranks, -1, np.int32)
+    last = 0
+    for chunk in range(offsets.size - 1):
+        members = positions[offsets[chunk] : offsets[chunk + 1]]
+        first = last
+        for index in members:
+            for source in (True, False):
+                rank = sources[index] if source else targets[index]
+                if slot_of[rank] < 0:
+                    slot_of[rank] = last
+                    last += 1
+                if source:
+                    read[index] = slot_of[rank]
+                else:
+                    written[index] = slot_of[rank]
+        if last > first:
+            for holder in pre[1][pre[0][chunk] : pre[0][chunk + 1]]:
+                if slot_of[holder] >= 0:
+                    filled[slot_of[holder]] = True
+        for index in members:
+            slot_of[sources[index]] = -1
+            slot_of[targets[index]] = -1
+    return read, written, filled[:last].copy()

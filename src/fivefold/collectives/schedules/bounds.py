@@ -1,6 +1,7 @@
 """Times that no schedule can beat, each with the reason why.
 
-Latency of the shortest way; bytes that must cross a cut over its capacity; 2 (k - 1) messages for
+Latency of the shortest way; bytes that come from afar, or one's news through a few ports; bytes
+that must cross a cut over its capacity; 2 (k - 1) messages for
 each byte of an all-reduce among k groups; whole chunks where a link takes one at a time.
 References: SCCL, arXiv 2008.08708, section 3; ForestColl, arXiv 2402.06787, section 4; Patarasuk
 and Yuan, J. Parallel Distrib. Comput. 69(2), 2009 (the all-reduce).
@@ -9,7 +10,7 @@ and Yuan, J. Parallel Distrib. Comput. 69(2), 2009 (the all-reduce).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +29,18 @@ _EXACT_WORK = 15_000_000  # ranks times arcs up to which max-flows are run unask
 _ALL_CUTS = 12  # nodes up to which all cuts are tried
 _MOST_SWEPT = 20_000_000  # pairs of neighbours times size of the network that are swept
 _LOOKS = 8  # how far two links are compared
+_MOST_PAIRS = 4_000_000  # chunks times receivers whose distances are sorted
+_MOST_FAR = 1024  # ranks between which all distances are looked up
+_TO_ALL = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "scatter",
+    "gather",
+)  # in which one rank's part reaches every other, or every other's part one rank
 _MOST_LEVELS = 16  # latencies below which cuts are looked for
 # The throughput optima by cuts whose worst cut is that of a collective.
 _FLOWS = {name: (name,) for name in _OPTIMAL} | {"all_reduce": ("broadcast", "reduce")}
@@ -76,6 +89,103 @@ def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs, boo
         if key not in seen and starts.size and ends.size:
             seen.add(key)
             yield starts.astype(np.int64), ends.astype(np.int64), collective.reducing
+
+
+def ends_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
+    """Return when a rank can have received what comes from farthest, or sent what goes farthest.
+
+    What comes from afar enters by the rank's links after its latency, however it travels.
+    """
+    _require_match(collective, topology)
+    chunk_bytes, num_ranks = collective.chunk_bytes(size_bytes), collective.num_ranks
+    few = collective.post_chunks.size <= _MOST_PAIRS and num_ranks <= _MOST_FAR
+    whole = collective.name == "all_reduce"
+    if num_ranks < 2 or not few:
+        return NO_BOUND
+    if collective.reducing and collective.single_target and not whole:
+        found = ends_bound(collective.inverted(), topology.reversed(), size_bytes)
+        return replace(found, certificate=found.certificate[::-1])
+    if not whole and (collective.reducing or not collective.single_source):
+        return NO_BOUND
+    node_ticks = [topology.router.distances(rank)[0] for rank in range(num_ranks)]
+    away_s = topology.router.seconds(1) * np.array(node_ticks)[:, topology.rank_nodes]
+    ranks = np.arange(num_ranks)
+    if whole:  # every rank's part of every byte enters every other one
+        total = np.full(num_ranks, chunk_bytes.sum())
+        sides = [
+            (ranks, away_s.max(axis=0), total, away_s.argmax(axis=0)),
+            (ranks, away_s.max(axis=1), total, away_s.argmax(axis=1)),
+        ]
+    else:
+        owner = np.full(collective.num_chunks, -1)
+        owner[collective.pre_chunks] = collective.pre_ranks
+        chunks, ends = collective.post_chunks, collective.post_ranks
+        fine = owner[chunks] != ends
+        chunks, ends = chunks[fine], ends[fine]
+        far_s = away_s[owner[chunks], ends]
+        order = np.lexsort((far_s, chunks))  # the last of each chunk goes farthest
+        last = order[np.diff(chunks[order], append=-1) != 0]
+        sides = [
+            (ends, far_s, chunk_bytes[chunks], owner[chunks]),
+            (owner[chunks[last]], far_s[last], chunk_bytes[chunks[last]], ends[last]),
+        ]
+    best = NO_BOUND
+    for side, (own, far_s, carried, others) in enumerate(sides):
+        if not own.size:
+            continue
+        ports = topology.link_sources if side else topology.link_targets
+        rates = np.bincount(ports, topology.capacities_bytes_per_s, topology.num_nodes)
+        rates = rates[topology.rank_nodes]
+        order = np.lexsort((-far_s, own))
+        running = np.cumsum(carried[order])
+        begins = np.flatnonzero(np.append(True, own[order][1:] != own[order][:-1]))
+        before = np.repeat(running[begins] - carried[order][begins], np.diff([*begins, own.size]))
+        seconds = far_s[order] + (running - before) / rates[own[order]]
+        if seconds.max() <= best.seconds:
+            continue
+        at = int(np.argmax(seconds))
+        rank, other = int(own[order][at]), int(others[order][at])
+        ends_of = (rank, other) if side else (other, rank)
+        best = Bound(
+            seconds=float(seconds[at]),
+            kind="ends",
+            certificate=tuple(int(topology.rank_nodes[end]) for end in ends_of),
+            reason=(
+                f"{format_bytes(running[at] - before[at])} must "
+                f"{'leave' if side else 'reach'} {topology.ranks[rank]}, and "
+                f"{'go as far as' if side else 'come from as far as'} {topology.ranks[other]}"
+            ),
+        )
+    return best
+
+
+def rounds_bound(collective: Collective, topology: Topology) -> Bound:
+    """Return how long one rank's news takes to all others, if each tells one after the other.
+
+    It holds in the serial model, where a message keeps a port busy for the latency of its way: with
+    p ports, the ranks that know something grow by a factor of p + 1 in each such time.
+    """
+    _require_match(collective, topology)
+    copying = any(one.multicast or one.aggregation is not None for one in topology.switches)
+    if collective.num_ranks < 2 or collective.name not in _TO_ALL or copying:
+        return NO_BOUND
+    latency_s = float(topology.rank_graph.latencies_s.min())
+    if latency_s <= 0:
+        return NO_BOUND
+    rounds = []
+    for ends in (topology.link_sources, topology.link_targets):
+        ports, known = int(np.bincount(ends[topology.is_rank[ends]]).max()), 1
+        rounds.append(0)
+        while known < collective.num_ranks:
+            known, rounds[-1] = known * (ports + 1), rounds[-1] + 1
+    one_way = {"broadcast": rounds[0], "scatter": rounds[0], "reduce": rounds[1]}
+    least = one_way.get(collective.name, rounds[1] if collective.name == "gather" else max(rounds))
+    return Bound(
+        seconds=least * latency_s,
+        kind="rounds",
+        reason=f"one rank and {collective.num_ranks - 1} others are {least} rounds of messages "
+        "apart, with all ports in use",
+    )
 
 
 def bandwidth_bound(
@@ -131,7 +241,8 @@ def _message_bound(collective: Collective, topology: Topology, size_bytes: float
 def discrete_ingress_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
     """Return when whole chunks can have entered, and left, every rank (serial model).
 
-    It holds for schedules of just this collective's chunks whose links take one at a time.
+    It holds for schedules of just this collective's chunks, each a message of its own, whose links
+    take one at a time.
     """
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
@@ -189,16 +300,17 @@ def lower_bound(
         >>> from fivefold.network.topology import ring
         >>> network = ring(8, bandwidth="1 GB/s", latency="1 us")
         >>> [lower_bound(all_gather(8), network, size).kind for size in (8, 8e9)]
-        ['latency', 'cut']
+        ['ends', 'cut']
     """
     found = [
         latency_bound(collective, topology),
         bandwidth_bound(collective, topology, size_bytes, exact=exact),
+        ends_bound(collective, topology, size_bytes),
     ]
     return max(found, key=lambda bound: bound.seconds)
 
 
-BoundKind = Literal["none", "latency", "cut", "messages", "chunks"]
+BoundKind = Literal["none", "latency", "ends", "rounds", "cut", "messages", "chunks"]
 
 
 @dataclass(frozen=True, kw_only=True)

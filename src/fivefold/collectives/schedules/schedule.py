@@ -27,17 +27,19 @@ from fivefold.collectives.schedules.arrays import (
     Longs,
     frozen,
     group_by_key,
+    number_slots,
     of_one_kind,
     rows_of,
 )
 from fivefold.collectives.schedules.constructors import collective_from_data, collective_to_data
+from fivefold.collectives.schedules.messages import checked_messages, runs_of, step_messages
 from fivefold.errors import ConfigurationError, DataError, require_whole
 from fivefold.files import parse_json
 from fivefold.network.topology import Topology, read_topology
 
 _SCHEMA = "fivefold.schedule.1"
 _ARRAYS = ("chunks", "sources", "targets")
-_OPTIONAL = ("starts_s", "ends_s", "route_offsets", "route_links")
+_OPTIONAL = ("starts_s", "ends_s", "route_offsets", "route_links", "messages")
 _SHORT = ("reduces", "steps")  # written as one number where all are equal
 _KEYS = {"schema", "name", "solver", "collective", "topology", "attributes"}
 
@@ -76,7 +78,7 @@ class ScheduleError(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One chunk that goes from one rank to another.
+    """One chunk that goes from one rank to another, alone or in a message with others.
 
     Args:
         chunk: Number of the chunk.
@@ -87,6 +89,8 @@ class Transfer:
         start_s: When it starts; None where the schedule has no times.
         end_s: When it has arrived; None where the schedule has no times.
         route: Indices of the links it takes; None for the shortest route.
+        message: Number of the message that it travels in, with those listed next to it that have
+            the same number; None for a message of its own.
     """
 
     chunk: int
@@ -97,6 +101,7 @@ class Transfer:
     start_s: float | None = None
     end_s: float | None = None
     route: tuple[int, ...] | None = None
+    message: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,6 +112,10 @@ class Schedule:
     of a step read what was there when the step began. Without steps but with times, a transfer
     reads at its start and writes at its end. With neither, transfers take effect one after another
     as listed; that order is also the priority on a link.
+
+    Several chunks may travel as one message, which pays its latency once, leaves when its source
+    has all of them and arrives as a whole. Without ``messages``, those that times without steps
+    show to leave and arrive together are one, and every other transfer is a message of its own.
 
     Args:
         collective: What is to be done.
@@ -120,13 +129,17 @@ class Schedule:
         route_offsets: Where the links of each transfer begin in ``route_links``, int64 [T + 1];
             None where every transfer takes the shortest route.
         route_links: Link indices of all routes, one after another, int32.
+        messages: Message of each transfer, int32 [T], numbered from 0 as listed; transfers of one
+            message are listed one after another, and have one source, target, step, time and
+            route, and all or none of them add. None for what is said above.
         topology: The network it was made for; None where it fits any.
         name: The algorithm, for people.
         solver: What made it, for people.
         attributes: Anything else worth keeping; it must be fit for JSON.
 
     Raises:
-        ConfigurationError: Arrays differ in length, or a chunk, rank or link is out of range.
+        ConfigurationError: Arrays differ in length, a chunk, rank or link is out of range, or a
+            message's transfers differ in more than the chunk.
 
     Examples:
         >>> from fivefold.collectives.schedules import broadcast
@@ -146,6 +159,7 @@ class Schedule:
     ends_s: Floats | None = field(default=None, repr=False)
     route_offsets: Longs | None = field(default=None, repr=False)
     route_links: Ints | None = field(default=None, repr=False)
+    messages: Ints | None = field(default=None, repr=False)
     topology: Topology | None = field(default=None, repr=False)
     name: str = ""
     solver: str = ""
@@ -178,6 +192,8 @@ class Schedule:
         object.__setattr__(self, "attributes", dict(self.attributes))
         self._check_ranges()
         self._check_routes()
+        if self.messages is not None:
+            object.__setattr__(self, "messages", checked_messages(self.messages, self))
 
     def _check_ranges(self) -> None:
         limits = {
@@ -237,6 +253,13 @@ class Schedule:
         """Return whether the transfers have routes of their own."""
         return self.route_offsets is not None
 
+    @property
+    def num_messages(self) -> int:
+        """Return the number of messages; T where each transfer is one of its own."""
+        if self.messages is None or not self.num_transfers:
+            return self.num_transfers
+        return int(self.messages[-1]) + 1
+
     @cached_property
     def has_steps(self) -> bool:
         """Return whether every transfer has a step (a schedule without transfers has none)."""
@@ -273,7 +296,7 @@ class Schedule:
     def _numbered(self, offsets: Longs, ranks: Ints) -> tuple[Ints, Ints, Array]:
         grouped = group_by_key(*of_one_kind(self.chunks), self.collective.num_chunks)
         ends = of_one_kind(self.sources, self.targets)
-        found: tuple[Ints, Ints, Array] = _number_slots(
+        found: tuple[Ints, Ints, Array] = number_slots(
             grouped, *ends, of_one_kind(offsets, ranks), self.collective.num_ranks
         )
         return found
@@ -299,6 +322,7 @@ class Schedule:
             start_s=None if self.starts_s is None else float(self.starts_s[index]),
             end_s=None if self.ends_s is None else float(self.ends_s[index]),
             route=route,
+            message=None if self.messages is None else int(self.messages[index]),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -332,7 +356,7 @@ class Schedule:
         """Make a schedule from transfer objects, in their order.
 
         Args:
-            transfers: The transfers; times and routes for all of them or for none.
+            transfers: The transfers; times, routes and messages for all of them or for none.
             collective: What they do.
             topology: The network that they were made for.
             name: The algorithm.
@@ -343,6 +367,7 @@ class Schedule:
         ends = [m.start_s is not None and m.end_s is not None for m in moves]
         timed = _all_or_none("times", ends)
         routed = _all_or_none("routes", [m.route is not None for m in moves])
+        joined = _all_or_none("message", [m.message is not None for m in moves])
         routes = [m.route or () for m in moves]
         links = np.array([link for route in routes for link in route], dtype=np.int32)
         return cls(
@@ -355,6 +380,7 @@ class Schedule:
             ends_s=np.array([m.end_s for m in moves], dtype=np.float64) if timed else None,
             route_offsets=np.cumsum([0, *map(len, routes)]) if routed else None,
             route_links=links if routed else None,
+            messages=np.array([m.message for m in moves]) if joined else None,
             collective=collective,
             topology=topology,
             name=name,
@@ -381,7 +407,24 @@ class Schedule:
         if self.route_offsets is not None and self.route_links is not None:
             parts["route_offsets"], places = rows_of(self.route_offsets, kept)
             parts["route_links"] = self.route_links[places]
+        if self.messages is not None:
+            parts["messages"] = runs_of(self.messages[kept])
         return self.replaced(**{**parts, **changes})
+
+    def joined(self) -> Schedule:
+        """Return the schedule with what a step sends from one rank to another as one message.
+
+        Returns:
+            The same transfers, those of a message next to each other; the schedule itself where it
+            has no steps, has messages already, or sends one chunk at a time.
+        """
+        if self.messages is not None or not self.has_steps:
+            return self
+        found = step_messages(self)
+        if found is None:
+            return self
+        order, messages = found
+        return self.selected(order, messages=messages)
 
     def inverted(self) -> Schedule:
         """Return the schedule run backwards: the inverse collective on the reversed network.
@@ -407,6 +450,8 @@ class Schedule:
         if lean.route_offsets is not None and lean.route_links is not None:
             changes["route_offsets"] = lean.route_offsets[-1] - lean.route_offsets[::-1]
             changes["route_links"] = lean.route_links[::-1]
+        if lean.messages is not None:
+            changes["messages"] = runs_of(lean.messages[::-1])
         return lean.replaced(
             collective=collective,
             chunks=chunks[::-1],
@@ -577,6 +622,12 @@ def compose_all_reduce(first: Schedule, second: Schedule, *, name: str = "") -> 
     if first.ends_s is not None and second.ends_s is not None:
         for key in ("starts_s", "ends_s"):
             parts[key] = np.concatenate([getattr(first, key), getattr(second, key) + first.total_s])
+    if first.messages is not None or second.messages is not None:
+        every = [
+            np.arange(part.num_transfers) if part.messages is None else part.messages
+            for part in (first, second)
+        ]
+        parts["messages"] = np.concatenate([every[0], every[1] + first.num_messages])
     routes = [
         (np.diff(part.route_offsets), part.route_links)
         for part in (first, second)
@@ -622,37 +673,3 @@ def _joined_collective(first: Collective, second: Collective) -> Collective:
         pre_chunks=first.pre_chunks,
         pre_ranks=first.pre_ranks,
     )
-
-
-@njit
-def _number_slots(
-    grouped: tuple[Any, Any], sources: Any, targets: Any, pre: tuple[Any, Any], num_ranks: int
-) -> tuple[Any, Any, Any]:
-    """Number the slots that transfers read and write, and note which are filled at first."""
-    offsets, positions = grouped
-    count = sources.size
-    read, written = np.empty(count, np.int32), np.empty(count, np.int32)
-    filled = np.zeros(2 * count, np.bool_)
-    slot_of = np.full(num_ranks, -1, np.int32)
-    last = 0
-    for chunk in range(offsets.size - 1):
-        members = positions[offsets[chunk] : offsets[chunk + 1]]
-        first = last
-        for index in members:
-            for source in (True, False):
-                rank = sources[index] if source else targets[index]
-                if slot_of[rank] < 0:
-                    slot_of[rank] = last
-                    last += 1
-                if source:
-                    read[index] = slot_of[rank]
-                else:
-                    written[index] = slot_of[rank]
-        if last > first:
-            for holder in pre[1][pre[0][chunk] : pre[0][chunk + 1]]:
-                if slot_of[holder] >= 0:
-                    filled[slot_of[holder]] = True
-        for index in members:
-            slot_of[sources[index]] = -1
-            slot_of[targets[index]] = -1
-    return read, written, filled[:last].copy()

@@ -15,13 +15,13 @@ import numpy as np
 
 from fivefold._compiler import njit
 from fivefold.collectives.schedules.arrays import (
-    Array,
     Floats,
     Longs,
     of_one_kind,
     offsets_of,
     rows_of,
 )
+from fivefold.collectives.schedules.messages import messages_of
 from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
 from fivefold.collectives.schedules.schedule import BY_STEPS, BY_TIMES, Schedule, ScheduleError
 from fivefold.errors import ConfigurationError, require_one_of
@@ -76,15 +76,14 @@ def evaluate(
 
     ``serial``: a message keeps every link of its route busy for the route's latency and its bytes
     over the link's capacity (TACCL, TACOS). ``slotted``: only the bytes keep a link busy (TE-CCL).
-    In both, messages are taken in the schedule's order; each starts as soon as its source holds the
-    chunk and every link of its route is free, and never overtakes one listed before it on a link.
+    In both, messages are taken in the schedule's order; each starts as soon as its source holds its
+    chunks and every link of its route is free, and never overtakes one listed before it on a link.
     ``synchronous``: a step costs its largest latency and the time of its fullest link (SCCL).
-    ``fluid``: transfers share links max-min fairly (`fivefold.network.simulation`).
+    ``fluid``: messages share links max-min fairly (`fivefold.network.simulation`).
 
     Args:
         schedule: A schedule that `verify_schedule` accepts. Its order is the priority; where it
-            has times but no steps, their starts are, and transfers between the same two ranks with
-            equal start and equal end travel as one message that pays its latency once.
+            has times but no steps, their starts are. What travels as one message, `Schedule` says.
         topology: The network; None for the one the schedule was made for.
         size_bytes: Size of the collective, as `Collective.buffer_weight` counts it.
         model: One of `MODELS`.
@@ -166,9 +165,12 @@ def _messages_in_order(schedule: Schedule, order: Longs) -> tuple[Longs, Longs]:
     """Return the offsets and members of the messages, each at the place of its last transfer."""
     count = schedule.num_transfers
     plain = np.arange(count + 1, dtype=np.int64), order
+    if schedule.messages is not None:  # stable orders keep together what is listed together
+        first = np.flatnonzero(np.diff(schedule.messages[order], prepend=-1))
+        return np.append(first, count).astype(np.int64), order
     if schedule.has_steps or not schedule.has_times:
         return plain
-    leaders, _ = messages_of(schedule, np.zeros(count))
+    leaders = messages_of(schedule)
     if (leaders == np.arange(count)).all():
         return plain
     # The last may carry on what came at the same instant, in no time.
@@ -305,62 +307,43 @@ def _list_schedule(
 def _fluid(
     schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats
 ) -> Times:
-    """Simulate a flow for each leg; it waits for the leg before it."""
+    """Simulate a flow for each leg of each message; it waits for the leg before it."""
+    every, own = np.arange(schedule.num_transfers), schedule.messages
+    messages = every if own is None else own
+    leaders = every if own is None else np.flatnonzero(np.diff(own, prepend=-1))
+    transfer_bytes, way = chunk_bytes[schedule.chunks], routes.rows[leaders]
     legs, first_legs = routes.legs()
-    counts = np.diff(first_legs)[routes.rows]
+    counts = np.diff(first_legs)[way]
     begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     owner = np.repeat(np.arange(counts.size), counts)
     number = np.arange(owner.size) - begins[owner]
-    rows = first_legs[routes.rows[owner]] + number
+    rows = first_legs[way[owner]] + number
     offsets, places = rows_of(legs.offsets, rows)
-    # The first leg waits for what its transfer sends on, and for the transfer before it between the
+    # The first leg waits for what its message sends on, and for the message before it between the
     # same two ranks: a connection is a queue, and its messages do not compete with one another.
     order = schedule.slots()[3]
+    order = messages[order[leaders[messages[order]] == order]]
     pairs = schedule.sources.astype(np.int64) * schedule.collective.num_ranks + schedule.targets
+    pairs = pairs[leaders]
     queue = order[np.argsort(pairs[order], kind="stable")]
     queued = np.flatnonzero(pairs[queue[1:]] == pairs[queue[:-1]])
     sent = dependencies(schedule)
-    sender = np.repeat(np.arange(counts.size), np.diff(sent.offsets))
+    sender = np.repeat(messages, np.diff(sent.offsets))
     first = np.concatenate([queue[queued + 1], sender])
-    last = np.concatenate([queue[queued], sent.transfers])
+    last = np.concatenate([queue[queued], messages[sent.transfers]])
     later = np.flatnonzero(number > 0)
     waits = np.concatenate([begins[first], later])
     for_legs = np.concatenate([begins[last + 1] - 1, later - 1])
     order = np.argsort(waits, kind="stable")
     table = simulation.FlowTable.build(
-        sizes=chunk_bytes[schedule.chunks[owner]],
+        sizes=np.bincount(messages, transfer_bytes, counts.size)[owner],
         routes=(offsets, legs.links[places]),
         dependencies=(offsets_of(waits[order], owner.size), for_legs[order]),
         latencies_s=legs.latencies_s(topology.latencies_s)[rows],
     )
     result = simulation.simulate(topology, table)
     starts_s, ends_s = result.start_s[begins[:-1]], result.finish_s[begins[1:] - 1]
-    return starts_s, ends_s, np.asarray(result.link_busy_s)
-
-
-def messages_of(schedule: Schedule, transfer_bytes: Floats) -> tuple[Longs, Floats]:
-    """Return the leader of each transfer, and the bytes of each leader's message, else 0.
-
-    Transfers of the same source, target, start and end that leave on the same link are one.
-    """
-    count = schedule.num_transfers
-    leaders = np.arange(count, dtype=np.int64)
-    if schedule.starts_s is None or schedule.ends_s is None or count == 0:
-        return leaders, transfer_bytes
-    keys: tuple[Array, ...]
-    keys = (schedule.ends_s, schedule.starts_s, schedule.targets, schedule.sources)
-    if schedule.route_offsets is not None and schedule.route_links is not None:
-        filled = np.minimum(schedule.route_offsets[:-1], schedule.route_links.size - 1)
-        keys = (schedule.route_links[filled], *keys)  # parallel links carry messages side by side
-    order = np.lexsort((leaders, *keys))
-    changes = np.zeros(count, dtype=np.bool_)
-    changes[0] = True
-    for key in keys:
-        changes[1:] |= key[order][1:] != key[order][:-1]
-    # What takes no time needs no company, and may well carry on what came at the same instant.
-    changes |= (schedule.starts_s == schedule.ends_s)[order]
-    leaders[order] = order[np.maximum.accumulate(np.where(changes, np.arange(count), 0))]
-    return leaders, np.bincount(leaders, transfer_bytes, count).astype(np.float64)
+    return starts_s[messages], ends_s[messages], np.asarray(result.link_busy_s)
 
 
 def event_order(schedule: Schedule) -> Longs:

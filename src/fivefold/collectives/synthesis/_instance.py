@@ -17,8 +17,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from fivefold.collectives.schedules import Collective, Schedule, lower_bound
-from fivefold.collectives.schedules.bounds import Bound
+from fivefold.collectives.schedules.bounds import Bound, rounds_bound
 from fivefold.collectives.schedules.schedule import compose_all_reduce, require_match
+from fivefold.collectives.schedules.timing import CostModel
 from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
@@ -296,10 +297,15 @@ def all_reduce_halves(collective: Collective) -> tuple[Collective, Collective]:
     return gather, plain.replaced(post_chunks=chunks, post_ranks=owners)
 
 
-def bound_of(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
+def bound_of(
+    collective: Collective, topology: Topology, size_bytes: float, *, model: CostModel = "serial"
+) -> Bound:
     """Return the best bound, or none where ranks cannot reach others but nobody asks them to."""
     try:
-        return lower_bound(collective, topology, size_bytes)
+        found = [lower_bound(collective, topology, size_bytes)]
+        if model == "serial":
+            found.append(rounds_bound(collective, topology))
+        return max(found, key=lambda bound: bound.seconds)
     except InfeasibleError:
         for chunk in range(collective.num_chunks):
             for holder in collective.holders(chunk).tolist():

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -34,10 +34,11 @@ from fivefold.collectives.schedules.bounds import Bound
 from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.collectives.schedules.throughput import whole_capacities
-from fivefold.collectives.schedules.timing import MODELS, CostModel, with_times
+from fivefold.collectives.schedules.timing import MODELS, CostModel, Timing, with_times
 from fivefold.collectives.synthesis._flow import all_to_all_flow
 from fivefold.collectives.synthesis._instance import bound_of
 from fivefold.collectives.synthesis._matching import matching
+from fivefold.collectives.synthesis._paths import path_schedules
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._solver import SLACK_S, clock_s, time_left_s, time_limit
 from fivefold.collectives.synthesis._taccl import taccl
@@ -61,25 +62,43 @@ _MOST_WHOLE_CHUNKS = 6  # of a rank, for TACCL
 _FINEST_PIPELINE = 16  # times the ranks: chunks of a pipelined all-reduce
 _SOME, _MANY = 32, 128  # ranks up to which auto tries TACCL, trees
 _EVERY_ROOT, _SOME_ROOTS = 8, 3  # ranks up to which each is tried as the root; how many beyond
+_FEW_TREES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # chunks of a root where the output has limits
+_PIECES = 9  # powers of two that are tried as chunks of a pipeline
+_WORSE = 2  # numbers of chunks that were no better, after which finer ones are left
 _FINEST = 0.25  # chunks that take less than this share of the latency are not worth their cost
 _LOG = logging.getLogger(__name__)
 _VERSION = 1  # of the cache
 _OPTIMAL = 1e-9  # relative: a schedule this close to the bound is optimal
 
 
-def _library(request: Request) -> Iterator[Schedule]:
-    """Yield every algorithm of the textbooks that fits."""
-    for count, collective in request.chunkings(most=8):
-        if count > 1 and collective.name not in {"broadcast", "reduce"}:
-            return
-        for name in available_algorithms(collective):
+Candidates = Generator[Schedule, float, None]
+"""Schedules that a method offers; it is told the time of each."""
+
+
+def _library(request: Request) -> Candidates:
+    """Yield every algorithm of the textbooks that fits, in more and more chunks while that pays."""
+    unable: dict[str, str] = {}
+    for name in available_algorithms(request.collective):
+        last_s, worse = math.inf, 0
+        for count in request.library_pieces():
             try:
-                yield build_algorithm(name, collective, request.topology)
+                schedule = build_algorithm(name, request.cut(count), request.topology)
             except (ConfigurationError, InfeasibleError, UnsupportedError) as error:
-                request.say(f"library, {name}: {error.message}")
+                unable[name] = error.message
+                break
+            found_s = yield schedule
+            if schedule.messages is not None and request.finest() >= 1:
+                # Large chunks may be worth a latency each: they are passed on sooner.
+                found_s = min(found_s, (yield schedule.replaced(messages=None)))
+            worse = 0 if found_s < last_s else worse + 1
+            last_s = min(last_s, found_s)
+            if worse == _WORSE:
+                break
+    for name, message in unable.items():
+        request.say(f"library, {name}: {message}")
 
 
-def _trees(request: Request) -> Iterator[Schedule]:
+def _trees(request: Request) -> Candidates:
     collective = request.collective
     message = f"spanning trees do not do {collective.name}"
     require_one_of(collective.name, _TREE_COLLECTIVES, message)
@@ -88,20 +107,35 @@ def _trees(request: Request) -> Iterator[Schedule]:
     if collective.name != "all_reduce" or not collective.num_chunks % collective.num_ranks:
         # A sum runs the trees of the reversed topology backwards; the packing knows that.
         packing = spanning_trees(request.topology, root=collective.root)
+        if request.options.fit is not None and request.free:  # the best number may be too large
+            for count in _FEW_TREES:
+                yield packing.to_schedule(
+                    collective.name, chunks=count, size_bytes=request.size_bytes
+                )
         yield packing.to_schedule(asked, size_bytes=request.size_bytes)
     if collective.name != "all_reduce":
         return
     # Reduce and broadcast that overlap: with the plain chunks, and with the finest that pay.
     counts = [count for count, _ in request.chunkings(most=_FINEST_PIPELINE)]
     for root in roots_of(request.topology):
-        for count in counts[-2:]:
+        for count in counts if request.options.fit is not None else counts[-2:]:
             if request.left_s() <= 0:
                 return
             finer, size_bytes = request.with_chunks(count), request.size_bytes
             yield pipelined_all_reduce(finer, request.topology, root=root, size_bytes=size_bytes)
 
 
-def _matching(request: Request) -> Iterator[Schedule]:
+def _paths(request: Request) -> Candidates:
+    collective = request.collective
+    if collective.name not in COLLECTIVES and collective.name != "all_to_allv":
+        message = f"trees of shortest paths do not do {collective.name}"
+        raise ConfigurationError(message, hint="ask another method")
+    yield from path_schedules(
+        request.cut, request.pieces(), request.topology, request.size_bytes, request.best_s
+    )
+
+
+def _matching(request: Request) -> Candidates:
     for collective in request.finer(1.0):
         yield matching(
             collective,
@@ -112,7 +146,7 @@ def _matching(request: Request) -> Iterator[Schedule]:
         )
 
 
-def _flow(request: Request) -> Iterator[Schedule]:
+def _flow(request: Request) -> Candidates:
     for collective in request.finer(0.5):
         yield all_to_all_flow(
             collective,
@@ -122,7 +156,7 @@ def _flow(request: Request) -> Iterator[Schedule]:
         )
 
 
-def _taccl(request: Request) -> Iterator[Schedule]:
+def _taccl(request: Request) -> Candidates:
     counts = [count for count, _ in request.chunkings(most=2)]
     if request.sketch is not None and request.free:
         counts = [request.sketch.chunks]
@@ -152,8 +186,9 @@ def _whole_chunks(request: Request) -> int:
 
 
 # In the order in which ``auto`` tries them.
-_METHODS: dict[str, Callable[[Request], Iterator[Schedule]]] = {
+_METHODS: dict[str, Callable[[Request], Candidates]] = {
     "library": _library,
+    "paths": _paths,
     "trees": _trees,
     "matching": _matching,
     "flow": _flow,
@@ -169,7 +204,9 @@ def _left_out(method: str, request: Request) -> str | None:
         return f"does not do {name}"
     if method == "flow" and name not in _FLOW_COLLECTIVES:
         return f"does not do {name}"
-    most = {"trees": _MANY, "taccl": _SOME}
+    most = {"paths": _MANY, "trees": _MANY, "taccl": _SOME}
+    if method == "paths" and name not in COLLECTIVES and name != "all_to_allv":
+        return f"does not do {name}"
     if ranks > most.get(method, ranks):
         return f"takes too long beyond {most[method]} ranks"
     return None
@@ -229,6 +266,7 @@ class Request:
     sketch: Sketch | None
     deadline_s: float
     options: SynthesisOptions
+    best_s: float = math.inf  # of what is found already
 
     def left_s(self, share: float = 1.0) -> float:
         """Return a share of the time that is left; 0 where none is."""
@@ -248,6 +286,32 @@ class Request:
         root = plain.root if plain.root is not None else 0
         return named_collective(plain.name, plain.num_ranks, chunks=count * ranks, root=root)
 
+    def cut(self, count: int) -> Collective:
+        """Return the collective in ``count`` chunks, for each rank where ranks own chunks."""
+        plain = self.collective
+        if not self.free:
+            return plain
+        root = plain.root if plain.root is not None else 0
+        return named_collective(plain.name, plain.num_ranks, chunks=count, root=root)
+
+    def pieces(self) -> list[int]:
+        """Return numbers of chunks of a pipeline down a tree: 1, 2, 4, ... as far as it can pay."""
+        if not self.free:
+            return [1]
+        one_source = self.collective.name in {"all_reduce", "broadcast", "reduce"}
+        finest = self.finest(self.size_bytes) if one_source else 1
+        return [1 << power for power in range(_PIECES) if power == 0 or 1 << power <= finest]
+
+    def library_pieces(self) -> list[int]:
+        """Return numbers of chunks for the library; those of an all-reduce fit its ranks, too."""
+        name, ranks = self.collective.name, self.collective.num_ranks
+        if not self.free:
+            return [1]
+        found = self.pieces()
+        if name == "all_reduce":
+            found = sorted({*found, ranks, 1 << (ranks.bit_length() - 1)})
+        return found
+
     def chunkings(self, *, most: int) -> Iterator[tuple[int, Collective]]:
         """Yield the collective in 1, 2, 4, ... chunks where that is free, as far as it can pay."""
         yield 1, self.collective
@@ -260,15 +324,26 @@ class Request:
 
     def finer(self, share: float) -> Iterator[Collective]:
         """Yield chunkings while a share of the time is enough for one of twice the chunks."""
-        for _, collective in self.chunkings(most=8):
+        few = self.few_pieces()
+        for collective in (*map(self.cut, few), *(one for _, one in self.chunkings(most=8))):
             started_s = clock_s()
             yield collective
             if self.left_s(share) < 2 * (clock_s() - started_s):
                 return
 
-    def finest(self) -> int:
-        """Return the most chunks that can pay: finer ones are not worth their latencies."""
-        chunk_bytes = float(np.max(self.collective.chunk_bytes(self.size_bytes), initial=0.0))
+    def few_pieces(self) -> list[int]:
+        """Return numbers of chunks of an all-reduce below one for each rank."""
+        if not self.free or self.collective.name != "all_reduce":
+            return []
+        powers = [1 << power for power in range(self.collective.num_ranks.bit_length())]
+        return sorted(
+            {n for one in powers for n in (one, 3 * one) if n < self.collective.num_ranks}
+        )
+
+    def finest(self, chunk_bytes: float | None = None) -> int:
+        """Return the most parts of a chunk that are worth their latencies."""
+        if chunk_bytes is None:
+            chunk_bytes = float(np.max(self.collective.chunk_bytes(self.size_bytes), initial=0.0))
         rates = self.topology.capacities_bytes_per_s
         latencies = self.topology.latencies_s
         if not len(rates) or chunk_bytes <= 0:
@@ -278,6 +353,20 @@ class Request:
             return 1 << 20
         sending_s = chunk_bytes / float(np.min(rates))
         return int(sending_s / (latency_s * _FINEST))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What an answer has to fit, such as the limits of the program that is to run it.
+
+    Args:
+        name: Its name, for the cache.
+        misfit: Says why a schedule does not fit; None where it does. It is asked of verified
+            schedules that are better than any that fitted.
+    """
+
+    name: str
+    misfit: Callable[[Schedule], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +381,7 @@ class SynthesisOptions:
         cache: Folder of known answers; None: none. A known answer is taken if it is optimal or
             was searched for at least as long.
         progress: Called with one line per step of the work.
+        fit: What an answer has to fit; None for anything.
 
     Raises:
         ConfigurationError: The model is unknown, or a number is negative.
@@ -307,6 +397,7 @@ class SynthesisOptions:
     gap: float = 0.0
     cache: Path | None = None
     progress: Callable[[str], None] | None = None
+    fit: Fit | None = None
 
     def __post_init__(self) -> None:
         known = [model for model in MODELS if model != "synchronous"]
@@ -379,7 +470,7 @@ def synthesize(
 ) -> Synthesis:
     """Find a fast schedule for a collective on a topology.
 
-    With ``method="auto"`` the library, spanning trees, matching, flows and TACCL
+    With ``method="auto"`` the library, shortest paths, spanning trees, matching, flows and TACCL
     are tried, as far as they fit the collective and the number of ranks, until one meets
     the lower bound or time is over. Every schedule is verified before it counts.
 
@@ -388,7 +479,7 @@ def synthesize(
             have the number of chunks chosen too.
         topology: Where.
         size_bytes: Size of the collective, as ``Collective.buffer_weight`` counts it.
-        method: "auto", "library", "trees", "matching", "flow" or "taccl".
+        method: "auto", "library", "paths", "trees", "matching", "flow" or "taccl".
         sketch: For TACCL; given with "auto" only TACCL is asked.
         time_limit_s: Limit of the whole search, with the building of models. Where there is no
             schedule by then, or for 0, the search has two seconds more. Verifying and pricing
@@ -423,7 +514,7 @@ def synthesize(
         deadline_s=clock_s() + time_limit_s,
         options=chosen,
     )
-    bound = bound_of(request.collective, topology, request.size_bytes)
+    bound = bound_of(request.collective, topology, request.size_bytes, model=chosen.model)
     method = "taccl" if sketch is not None and method == "auto" else method
     search = _Search(request, method, bound, enough=chosen.gap)
     return search.cached(chosen.cache, time_limit_s)
@@ -449,6 +540,7 @@ class _Search:
         self.enough_s = bound.seconds * (1 + max(enough, _OPTIMAL))
         self.best: Synthesis | None = None
         self.log: list[Attempt] = []
+        self.misfit: str | None = None  # of the last that was left out for it
 
     def cached(self, folder: Path | None, time_limit_s: float) -> Synthesis:
         """Return the answer from the cache, else from the search, which is then stored."""
@@ -476,8 +568,12 @@ class _Search:
             if record["version"] != _VERSION:
                 return None
             schedule, notes = Schedule.from_json(record["schedule"]), record["notes"]
-            found = self._result(schedule, notes["method"], notes["solver_s"], cached=True)
+            timing = self._timing(schedule)
+            found = self._result(schedule, timing, notes["method"], notes["solver_s"], cached=True)
             searched_s = float(notes["time_limit_s"])
+            fit = self.request.options.fit
+            if fit is not None and fit.misfit(found.schedule) is not None:
+                return None
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, FivefoldError) as error:
@@ -496,6 +592,7 @@ class _Search:
             "method": self.method,
             "model": request.options.model,
             "seed": request.options.seed,
+            "fit": request.options.fit.name if request.options.fit is not None else None,
             "sketch": request.sketch.to_toml() if request.sketch is not None else None,
         }
         text = json.dumps(parts, sort_keys=True)
@@ -517,27 +614,39 @@ class _Search:
         if self.best is None:
             reasons = "; ".join(f"{attempt.method}: {attempt.note}" for attempt in self.log)
             message = f"nothing does {self.request.collective.name} on {self.request.topology.name}"
-            raise InfeasibleError(f"{message}: {reasons}", hint="allow more time or another method")
+            hint = "allow more time or another method"
+            if self.misfit is not None:
+                hint = "ask for fewer chunks, other limits, or a file without them (.json)"
+            raise InfeasibleError(f"{message}: {reasons}", hint=hint)
         return replace(self.best, log=tuple(self.log))
 
     def _ask(self, name: str) -> None:
         started_s = time.perf_counter()
         best_s, note = None, "nothing fits"
         try:
-            share = self.request
+            best = math.inf if self.best is None else self.best.time_s
+            share = replace(self.request, best_s=best)
             if self.method == "auto" and name in _SHARES:
                 ends_s = clock_s() + share.left_s(_SHARES[name])
                 share = replace(share, deadline_s=ends_s)
             with time_limit(share.left_s(), slack_s=SLACK_S):
                 begun_s = started_s
-                for schedule in _METHODS[name](share):
-                    found = self._result(schedule, name, time.perf_counter() - begun_s)
+                candidates = _METHODS[name](share)
+                schedule = next(candidates, None)
+                while schedule is not None:
+                    found_s, misfit = self._offer(schedule, name, time.perf_counter() - begun_s)
                     begun_s = time.perf_counter()
-                    if self.best is None or found.time_s < self.best.time_s:
-                        self.best = found
-                    if best_s is None or found.time_s < best_s:
-                        best_s, note = found.time_s, schedule.name
-                    if found.time_s <= self.enough_s or time_left_s() <= 0:
+                    if misfit is not None:
+                        self.misfit = misfit
+                        note = note if best_s is not None else f"{schedule.name}: {misfit}"
+                    elif best_s is None or found_s < best_s:
+                        best_s, note = found_s, schedule.name
+                    enough = misfit is None and found_s <= self.enough_s
+                    if enough or time_left_s() <= 0:
+                        break
+                    try:
+                        schedule = candidates.send(found_s)
+                    except StopIteration:
                         break
         except (ConfigurationError, InfeasibleError, UnsupportedError) as error:
             if best_s is None:
@@ -548,10 +657,31 @@ class _Search:
         self.log.append(Attempt(name, best_s, spent_s, note))
         self.request.say(f"{name}: {note}" + ("" if best_s is None else f", {best_s:.6g} s"))
 
+    def _offer(self, schedule: Schedule, method: str, solver_s: float) -> tuple[float, str | None]:
+        """Return a schedule's time, and why it does not fit; verify and keep it if it is best."""
+        timing, fit = self._timing(schedule), self.request.options.fit
+        if self.best is not None and timing.total_s >= self.best.time_s:
+            return timing.total_s, None
+        found = self._result(schedule, timing, method, solver_s)
+        misfit = None if fit is None else fit.misfit(found.schedule)
+        if misfit is None:
+            self.best = found
+        return timing.total_s, misfit
+
+    def _timing(self, schedule: Schedule) -> Timing:
+        size_bytes, model = self.request.size_bytes, self.request.options.model
+        return evaluate(schedule, self.request.topology, size_bytes=size_bytes, model=model)
+
     def _result(
-        self, schedule: Schedule, method: str, solver_s: float, *, cached: bool = False
+        self,
+        schedule: Schedule,
+        timing: Timing,
+        method: str,
+        solver_s: float,
+        *,
+        cached: bool = False,
     ) -> Synthesis:
-        """Verify and price a schedule."""
+        """Return a verified schedule with its times."""
         request, made, asked = self.request, schedule.collective, self.request.collective
         same_kind = (made.name, made.num_ranks, made.root) == (
             asked.name,
@@ -563,8 +693,5 @@ class _Search:
             message = f"{method} made another {made.name} than was asked for"
             raise ConfigurationError(message, hint="ask another method")
         verify_schedule(schedule, topology=request.topology)
-        timing = evaluate(
-            schedule, request.topology, size_bytes=request.size_bytes, model=request.options.model
-        )
         timed = with_times(schedule, timing).replaced(topology=request.topology)
         return Synthesis(timed, timing.total_s, self.bound, method, solver_s, (), cached)

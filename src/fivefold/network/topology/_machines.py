@@ -142,7 +142,7 @@ def _planes(count: int, wire: Wire, builder: Builder, boxes: list[list[str]]) ->
 
 def _dgx1_fabric(builder: Builder, boxes: list[list[str]]) -> None:
     middle = builder.node("ib0", "tor")
-    pcie, port = Wire("16 GB/s"), Wire("12.5 GB/s")
+    pcie, port = Wire("16 GB/s"), Wire("12.5 GB/s", "0.65 us")
     for box, names in enumerate(boxes):
         for pair in range(len(names) // 2):
             host = f"box{box}"
@@ -161,14 +161,20 @@ class _Machine:
     source: str
 
 
+_NCCL_LATENCIES = (
+    "Latencies: NVIDIA/nccl (src/graph/tuning.cc, protocol LL), 0.6 us for a hop over NVLink and "
+    "2.7 us for one of a ring between boxes, each shared by its two links."
+)
+
 MACHINES: Mapping[str, _Machine] = {
     "dgx1": _Machine(
-        partial(_wired_box, _DGX1_NVLINKS, Wire("25 GB/s"), "gpu"),
+        partial(_wired_box, _DGX1_NVLINKS, Wire("25 GB/s", "0.7 us"), "gpu"),
         _dgx1_fabric,
         "8 V100, 6 NVLinks of 25 GB/s each: link counts in microsoft/sccl (topologies/nvidia.py) "
         "and microsoft/TE-CCL (topologies/dgx1.py). Between boxes: 4 EDR InfiniBand ports of 12.5 "
         "GB/s, each under a PCIe switch with GPUs 2i and 2i + 1 (NVIDIA DGX-1 system architecture "
-        "white paper), PCIe taken at 16 GB/s; all ports on one switch.",
+        "white paper), PCIe taken at 16 GB/s; all ports on one switch. Latencies as "
+        "of ndv2, the same GPUs: 0.7 us per NVLink, 1.3 us between boxes, shared by the two ports.",
     ),
     "dgx2": _Machine(
         partial(_switched_box, 16, Wire("125 GB/s", "0.35 us"), None),
@@ -191,25 +197,27 @@ MACHINES: Mapping[str, _Machine] = {
         "the transposition it applies).",
     ),
     "dgx_a100": _Machine(
-        partial(_switched_box, 8, Wire("300 GB/s"), None),
-        partial(_planes, 2, Wire("25 GB/s")),
+        partial(_switched_box, 8, Wire("300 GB/s", "0.3 us"), None),
+        partial(_planes, 2, Wire("25 GB/s", "1.35 us")),
         "8 A100 on one NVSwitch plane, 300 GB/s per GPU; one 25 GB/s NIC per GPU, even and odd "
         "GPUs on an InfiniBand plane each: liangyuRain/ForestColl (topologies.py); its NIC nodes "
-        "lie in series at the same rate and are left out.",
+        "lie in series at the same rate and are left out. " + _NCCL_LATENCIES,
     ),
     "dgx_h100": _Machine(
-        partial(_switched_box, 8, Wire("450 GB/s"), _NVLS),
-        partial(_planes, 8, Wire("50 GB/s")),
+        partial(_switched_box, 8, Wire("450 GB/s", "0.3 us"), _NVLS),
+        partial(_planes, 8, Wire("50 GB/s", "1.35 us")),
         "8 H100 on one NVSwitch plane, 18 NVLinks of 25 GB/s per GPU and direction, one 400 Gbit/s "
         "NIC per GPU: NVIDIA DGX H100 user guide. Between boxes: one switch per rail, as in the "
-        "DGX SuperPOD reference architecture (leaf switches only).",
+        "DGX SuperPOD reference architecture (leaf switches only). " + _NCCL_LATENCIES,
     ),
     "mi250": _Machine(
-        partial(_wired_box, _MI250_XGMI, Wire("50 GB/s"), "gcd"),
-        partial(_planes, 1, Wire("16 GB/s")),
+        partial(_wired_box, _MI250_XGMI, Wire("50 GB/s", "1.2 us"), "gcd"),
+        partial(_planes, 1, Wire("16 GB/s", "1 us")),
         "16 GCDs, 7 xGMI links of 50 GB/s each; 16 GB/s per GCD to one InfiniBand switch: "
         "liangyuRain/ForestColl (topologies.py). The fabric of microsoft/TE-CCL (topologies/amd.py)"
-        " differs: GCDs 2i and 2i + 1 share a 25 GB/s NIC.",
+        " differs: GCDs 2i and 2i + 1 share a 25 GB/s NIC. Latencies: ROCm/rccl "
+        "(src/graph/tuning.cc), 1.2 us for a hop of a tree over xGMI, 2 us for one of a ring "
+        "between boxes, shared by its two links.",
     ),
 }
 
