@@ -248,11 +248,13 @@ def test_flags_that_change_nothing_are_read(tmp_path, flags):
     ("name", "known"),
     [
         ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"), ("deepseek-v3-671B", "deepseek-v3"),
-        ("deepseek-ai/DeepSeek-V3.1", "deepseek-v3"), ("deepseek_v3-16B", None),
+        ("deepseek-ai/DeepSeek-V3.1", "deepseek-v3"), ("deepseek_v3-16B", "deepseek-v2-lite"),
         ("deepseek-ai/DeepSeek-V3.2-Exp", None), ("deepseek_v3-debugmodel", None),
-        ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"), ("meta-llama/Llama-3.2-1B", None),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"),
+        ("meta-llama/Llama-3.2-1B", "llama3.2-1b"), ("vit_b16", None),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"), ("moonshotai/Kimi-K2.5", None),
-        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"), ("gpt_oss-20b", None),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"), ("gpt_oss-20b", "gpt-oss-20b"),
+        ("Qwen/Qwen2.5-Math-7B", None),
     ],
 )  # fmt: skip
 def test_another_size_or_version_of_a_known_model_is_unknown(tmp_path, name, known):

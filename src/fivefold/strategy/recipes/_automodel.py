@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+import re
 from typing import Any
 
 from fivefold.strategy.model import BLOCKS, ModelSpec
@@ -36,8 +37,7 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     batch = told.whole("global_batch_size", "train_global_batch_size", default=0)
     data = told.whole("dp_size", default=0)
     if data <= 0:
-        said = told.whole("launch.gpus_per_node", "launch.nproc_per_node", default=0)
-        said *= told.whole("launch.nnodes", default=1)
+        said = _gpus_said(told)
         moe = model.experts
 
         def allows(gpus: int) -> bool:
@@ -46,8 +46,15 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
             whole = gpus // degrees["pipeline"] % degrees["expert"] == 0
             return (not batch or batch % unit == 0) and (moe is None or whole)
 
+        each = told.get("launch.gpus_per_node", "launch.nproc_per_node")
+        if said and each is None and (said % split or not allows(said)):
+            message = f"its nodes have another number of GPUs than the cluster's: {said} in all"
+            raise UnknownError(message, hint="name a cluster with nodes like those")
         data = told.gpus(said, split, allows) // split
     whole = batch or micro * data
+    if told.on("sequence_packing.enabled", "dynamic_batching.enabled"):
+        why = "samples are packed, so that micro-batches have other lengths"
+        told.assume("micro-batch", micro, why, memory=(0.25, 2.0))
     told.refuse_unless(
         whole % (micro * data) == 0,
         f"global_batch_size={whole} is not a multiple of the micro-batch x data-parallel ranks = "
@@ -59,6 +66,9 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
         "each rank has whole heads",
     )
     _stack(told)
+    if degrees["pipeline"] == 1:
+        names = [name for name in told.settings if name.startswith("pipeline.")]
+        told.idle("there is one pipeline stage", *names)
     copies = max(1, told.whole("dp_replicate_size", default=1))
     sharing = data * degrees["context"]
     told.refuse_unless(
@@ -70,14 +80,45 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     if told.text("launch.backend") == "megatron_cfg":
         zero = 1
     moved = told.on("cpu_offload", "offload_policy") and zero == 3
+    schedule, virtual, micro = _pipeline(told, model, degrees["pipeline"], micro)
     plan = ParallelPlan(
-        global_batch=whole, micro_batch=micro, data=data, **degrees, zero=zero,
+        global_batch=whole, micro_batch=micro, schedule=schedule,  # type: ignore[arg-type]
+        virtual=virtual, pipeline_overlap=virtual > 1, data=data, **degrees, zero=zero,
         shard=sharing // copies if copies > 1 and zero else None,
         data_overlap=sharing > 1, recompute=_recompute(told),  # type: ignore[arg-type]
         sequence_parallel=told.on("sequence_parallel") and degrees["tensor"] > 1,
         offload_weights=moved, offload_optimizer=moved, dtype=_product_type(told),
     )  # fmt: skip
     return model, plan
+
+
+def _pipeline(told: Told, model: ModelSpec, stages: int, local: int) -> tuple[str, int, int]:
+    """Return schedule, chunks of a stage, and samples of a micro-batch."""
+    if stages == 1:
+        return "1f1b", 1, local
+    word = told.text("pipeline.pp_schedule", default="1f1b")
+    micro = told.whole("pipeline.pp_microbatch_size", default=1)
+    a_chunk = told.whole("pipeline.layers_per_stage", default=0)
+    chunks = -(-model.num_layers // a_chunk) if a_chunk else stages
+    virtual = max(1, round(chunks / stages))
+    if not word.startswith("interleaved") or virtual == 1:
+        return ("gpipe" if word == "gpipe" else "1f1b"), 1, micro
+    return "interleaved", virtual, micro
+
+
+def _gpus_said(told: Told) -> int:
+    nodes = told.whole("launch.nnodes", default=0)
+    if told.off("generation.colocated.enabled"):
+        others = told.whole("generation.colocated.resources.num_nodes", default=0)
+        if not others:
+            message = "generation takes some of the GPUs of the cluster, and not whole nodes"
+            raise UnknownError(message, hint="say how many nodes generate")
+        nodes = max(nodes - others, 1)
+    each = told.whole("launch.gpus_per_node", "launch.nproc_per_node", default=0)
+    if nodes and not each:
+        each = told.cluster.fabric.gpus_per_node
+        told.assume("GPUs of a node", each, "as the cluster has")
+    return each * max(nodes, 1)
 
 
 def _name(told: Told, *names: str) -> str:
@@ -116,6 +157,8 @@ def _adapted(told: Told, model: ModelSpec) -> ModelSpec:
     if not rank or told.off("peft.enabled"):
         return model
     scheme = told.text("peft.peft_scheme", default="lora")
+    other = re.compile(r"peft\.(adapter_tuning|p_tuning|ia3_tuning|selective_tuning)\..*")
+    told.idle("of another scheme", *(name for name in told.settings if other.fullmatch(name)))
     if scheme not in {"lora", "qlora"}:
         message = f"peft_scheme {scheme} is not read: it has no price here"
         raise UnknownError(message, hint="lora has one")
@@ -167,6 +210,7 @@ def _stack(told: Told) -> None:
 
 
 def _product_type(told: Told) -> str:
-    if not told.on("fp8.enabled"):
+    told.get("precision")
+    if not told.on("fp8.enabled", "fp8"):
         return "bf16"
     return "mxfp8" if "mx" in told.text("fp8.recipe_name") else "fp8"

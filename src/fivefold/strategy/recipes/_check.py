@@ -126,10 +126,18 @@ def _judged(
         cluster.require(plan.num_gpus)
     except FivefoldError as error:
         return _failed(path, text, found, told, error, refused=_refuses(error, found))
+    except (ArithmeticError, IndexError, TypeError, ValueError) as error:
+        message = f"a value has a form that is not read: {error}"
+        odd = UnknownError(message, hint="see the program's own help for it")
+        return _failed(path, text, found, told, odd, refused=False)
     try:
         prediction = evaluate_plan(spec, told.device, cluster.fabric, plan=plan)
     except FivefoldError as error:
         return _failed(path, text, found, told, error, refused=bool(found.table))
+    for name, fields in told.largest.items():
+        other = dataclasses.replace(spec, **fields)
+        most = evaluate_plan(other, told.device, cluster.fabric, plan=plan).memory.total_bytes
+        told.widen(name, (0.9, max(1.0, most / prediction.memory.total_bytes)))
     return _sized(path, text, found, told, spec, prediction)
 
 

@@ -14,6 +14,7 @@ from fivefold.strategy._launchers import chunk_layout
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import LatentAttention, MambaMixer, MixtureOfExperts
 from fivefold.strategy.plan import ParallelPlan
+from fivefold.strategy.recipes._models import named_model
 from fivefold.strategy.recipes._told import Told, UnknownError
 
 Recipe = tuple[ModelSpec, ParallelPlan]
@@ -50,6 +51,7 @@ _DROPS = {"core_attn": "scores", "layernorm": "norm", "moe_act": "activation",
 _SHARING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
 _LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+_LARGEST_VOCABULARY = 262_144
 _PLAIN_TYPES = {"", "auto", "flash", "fused"}
 
 
@@ -210,6 +212,9 @@ def _laid_out(told: Told, model: ModelSpec, layout: str, stages: int) -> tuple[i
         if spread == chunk_layout(model.num_layers, chunks, embedding_layers=ends):
             return max(1, chunks // stages), ends
     counts = [one.count("t") for one in spread.split("|")]
+    if not sum(counts):
+        message = f"pipeline_model_parallel_layout {layout} has no layers (t)"
+        raise UnknownError(message, hint="such as Et*3|t*4|t*3L")
     worst = max(sum(counts[stage::stages]) for stage in range(min(stages, len(counts))))
     share = worst * stages / max(sum(counts), 1)
     told.unpriced("pipeline_model_parallel_layout", "layers are priced as if dealt out evenly",
@@ -418,6 +423,8 @@ def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
 
 def _refuse_unpriced(told: Told) -> None:
     for name, what in _NO_PRICE.items():
+        if name not in told.settings or told.settings[name].inherited:
+            continue  # a base lists every default
         value = told.text(name)
         if value not in {"", "none", "null", "false", "0"}:
             message = f"{name} {value} is not read: {what} has no price here"
@@ -520,7 +527,15 @@ def _vocabulary(told: Told, tensor: int) -> int:
     if not (
         vocab := told.whole("vocab_size", "override_vocab_size", "launch.vocab_size", default=0)
     ):
+        if "gpt2" in told.text("tokenizer_type"):
+            return -(-50257 // unit) * unit
+        try:  # a known model's own tokenizer has as many words as the model
+            known = named_model(str(told.get("tokenizer_model", default="")))
+        except UnknownError:
+            known = None
+        if known is not None:
+            return known.vocab
         why = "the tokenizer decides it, and it is not here"
-        told.assume("vocabulary", 51200, why, memory=(0.9, 1.6))
+        told.assume_model("vocabulary", 51200, why, others={"vocab": _LARGEST_VOCABULARY})
         return 51200
     return -(-vocab // unit) * unit if told.program == "megatron" else vocab

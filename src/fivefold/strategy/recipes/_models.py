@@ -18,6 +18,8 @@ _ALIASES = {
     "llama3.1405b": "llama3-405b", "deepseekv3671b": "deepseek-v3", "deepseekv3.1": "deepseek-v3",
     "deepseekr1": "deepseek-v3", "nvidianemotron3nano30ba3b": "nemotron-3-nano",
     "nemotron3nano30ba3b": "nemotron-3-nano",
+    "mistral7bv0.1": "mistral-7b",
+    "deepseekv316b": "deepseek-v2-lite",
 }  # fmt: skip
 
 
@@ -32,8 +34,9 @@ def named_model(name: str) -> ModelSpec:
     known = {_letters(one): one for one in named_models()} | _ALIASES
     while _letters(plain) not in known and (found := _SAME_SIZES.search(plain)) is not None:
         plain = plain[: found.start()]
-    if (preset := known.get(_letters(plain))) is not None:
-        return load_model(preset)
+    preset = known.get(_letters(plain))
+    if preset is not None and (model := load_model(preset)).embeds_tokens and not model.stages:
+        return model
     message = f"the model {name!r} is not known here" if name else "the recipe names no model"
     raise UnknownError(message, hint="give its config.json with --model")
 

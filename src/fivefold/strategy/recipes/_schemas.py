@@ -31,7 +31,7 @@ _STARTERS = re.compile(
 # Scripts that train no model, by the words of their names.
 _NO_TRAINING = re.compile(
     r"inference|generat|server|convert|export|preprocess|quantize|ptq|prune|evaluat|(^|_)eval|"
-    r"mmlu|merge|zeroshot|tasks/main|hf_to|to_hf|verify|validate|benchmark_infer|embed_corpus"
+    r"mmlu|merge|tasks/msdp|zeroshot|tasks/main|hf_to|to_hf|verify|validate|benchmark_infer|embed_corpus"
 )
 _OTHER_KIND = re.compile(r"t5|(^|_)ict|realm|vision|vlm|multimodal|retro|mimo|dino|inpaint")
 _LAUNCH = {
@@ -208,7 +208,8 @@ def _with_sources(path: Path, script: Script) -> Script:
 def _of_yaml(path: Path, text: str) -> Found | None:
     words = ("parallel", "tp_size", "micro_batch_size", "local_batch_size", "MODEL_ARGS",
              "defaults", "framework", "step_scheduler", "policy")  # fmt: skip
-    template = "{{" in text  # of Helm or Jinja: no YAML yet
+    # A template of Helm or Jinja is no YAML yet; several documents are Kubernetes's.
+    template = "{{" in text or re.search(r"^apiVersion:", text, re.MULTILINE) is not None
     if path.parent.name == "workflows" or template or not any(word in text for word in words):
         return None
     text = re.sub(r"\{%.*?%\}", "", text)
@@ -304,8 +305,12 @@ def _primus(path: Path, table: Mapping[str, Any]) -> Found | None:
                                inherited=settings[one.written].inherited)
                   for key, one in titan.items()}  # fmt: skip
         return Found("primus", "torchtitan", merged)
-    yaml = {"launch.yaml": Setting("framework", value=True, inherited=True)}
-    return Found("primus", "megatron", settings | yaml)
+    here = Setting("framework", value=True, inherited=True)
+    settings |= {"launch.yaml": here, "launch.patched": here}
+    if re.search(r"diffusion|flux|wan", f"{name} {module.get('trainer_class', '')}".lower()):
+        trouble = ("it trains a diffusion model", "such have no price")
+        return Found("primus", "megatron", settings, trouble=trouble)
+    return Found("primus", "megatron", settings)
 
 
 def _defaulted(value: Any) -> Any:
@@ -449,6 +454,9 @@ def _automodel(_path: Path, table: Mapping[str, Any]) -> Found | None:
         "dataset.seq_length": "seq_length", "dataset.seq_len": "seq_length",
         "dataset.max_length": "max_length", "dataset.max_seq_length": "max_seq_length",
         "model.": "", "dist_env.nproc_per_node": "launch.nproc_per_node",
+        "ci.nodes": "launch.nnodes", "benchmark.num_nodes": "launch.nnodes",
+        "ci.nproc_per_node": "launch.nproc_per_node",
+        "benchmark.nproc_per_node": "launch.nproc_per_node",
     }  # fmt: skip
     settings = _named(leaves(table), prefixes)
     if not names:

@@ -128,7 +128,8 @@ def _unwrapped(words: list[str]) -> list[str]:
     """Take apart a command that is itself an argument, as of ``bash -c``."""
     found: list[str] = []
     for word in words:
-        found += _words(word) if " --" in word or ".py " in word else [word]
+        several = " --" in word or ".py " in word or re.match(r"--[\w-]+\s", word)
+        found += _words(word) if several else [word]
     return found if any(word.startswith("--") for word in found) else []
 
 

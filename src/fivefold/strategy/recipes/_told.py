@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import math
 import re
 import tomllib
@@ -85,6 +86,7 @@ class Told:
     ) -> None:
         self.program, self.settings, self.path = program, settings, path
         self.cluster, self.model, self.device = cluster, model, cluster.device
+        self.largest: dict[str, Mapping[str, Any]] = {}
         self._read: dict[str, str] = {}
         self._effects: list[_Effect] = []
 
@@ -155,6 +157,24 @@ class Told:
         if all(effect.name != name for effect in self._effects):
             self._effects.append(_Effect("assumed", name, why, value, memory))
 
+    def assume_model(self, name: str, value: Any, why: str, *, others: Mapping[str, Any]) -> None:
+        """Note a part of the model that the recipe does not say, and how far off it could be.
+
+        Args:
+            name: For people.
+            value: What was taken.
+            why: For what reason.
+            others: Fields of the model as they could be at most.
+        """
+        self.assume(name, value, why)
+        self.largest[name] = others
+
+    def widen(self, name: str, memory: tuple[float, float]) -> None:
+        """Say by what share something assumed could change the memory."""
+        for effect in self._effects:
+            if effect.name == name:
+                effect.memory = memory
+
     def describe(self, name: str, why: str) -> None:
         """Say what became of a setting."""
         if (setting := self.settings.get(name)) is not None:
@@ -176,6 +196,9 @@ class Told:
 
     def refuse_unless(self, holds: bool, message: str, hint: str) -> None:  # noqa: FBT001 - a rule
         """Raise where a rule of the program is broken."""
+        if not holds and "launch.patched" in self.settings:
+            message = f"{message}, by the rules of Megatron-LM, which it changes"
+            raise UnknownError(message, hint=hint)
         if not holds:
             raise RefusedError(message, hint=hint)
 
@@ -242,7 +265,9 @@ class Told:
     def verdict_account(self, total_bytes: float, memory_bytes: float) -> tuple[Reading, bool]:
         """Return the account, and whether what was assumed or left out could turn the verdict."""
         reading = self.account()
-        low, high = (math.prod(effect.memory[i] for effect in self._effects) for i in (0, 1))
+        # Flags of one kind change the memory once, however many there are of it.
+        shares = {(effect.why, effect.memory) for effect in self._effects}
+        low, high = (math.prod(memory[i] for _, memory in shares) for i in (0, 1))
         fits = total_bytes <= memory_bytes
         turned = total_bytes * high > memory_bytes if fits else total_bytes * low <= memory_bytes
         if not turned:
@@ -265,7 +290,7 @@ class Told:
             if setting.written not in placed and not setting.inherited:
                 placed.add(setting.written)
                 fate = self._fate(name, setting)
-                if broken_off and fate.why == _NOT_KNOWN:
+                if broken_off and fate.why.startswith(_NOT_KNOWN):
                     fate = _Effect("left out", setting.written, "not reached", None, SAME)
                 self._effects.append(fate)
 
@@ -301,12 +326,9 @@ def _rules(program: str) -> tuple[_Rule, ...]:
     table = tomllib.loads(text)
     found = []
     parts = ("megatron", "automodel") if program in {"nemo", "primus", "bridge"} else (program,)
-    for part in (*parts, "all"):
-        for kind in ("harmless", "left_out"):
-            for rule in table.get(part, {}).get(kind, ()):
-                pattern = "|".join(fnmatch.translate(name) for name in rule["names"])
-                low, high = rule.get("memory", SAME)
-                found.append(
-                    _Rule(kind.replace("_", " "), re.compile(pattern), rule["why"], (low, high))
-                )
+    for kind, part in itertools.product(("harmless", "left_out"), (*parts, "all")):
+        for rule in table.get(part, {}).get(kind, ()):
+            pattern = re.compile("|".join(fnmatch.translate(name) for name in rule["names"]))
+            low, high = rule.get("memory", SAME)
+            found.append(_Rule(kind.replace("_", " "), pattern, rule["why"], (low, high)))
     return tuple(found)
