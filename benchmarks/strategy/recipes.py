@@ -43,7 +43,7 @@ def reason_of(verdict: RecipeVerdict) -> str:
 
 def rows_of(name: str, folder: Path, found: list[RecipeVerdict]) -> Iterator[BenchmarkRow]:
     """Counts of a folder, and why some of its recipes are unknown."""
-    counts = collections.Counter(one.status for one in found)
+    counts = collections.Counter(str(one.status) for one in found)
     judged = sum(counts[status] for status in JUDGED)
     case = f"{name} ({'tuned on' if name in TUNED else 'judge'})"
     for status, count in sorted(counts.items()):

@@ -113,6 +113,13 @@ def test_a_value_that_branches_decide_is_not_guessed(tmp_path):
     assert "only the launch decides" in found.message
 
 
+def test_a_flag_in_a_branch_is_assumed(tmp_path):
+    before = "ARGS='--sequence-parallel'\nif [ -n $R ]; then ARGS+=' --recompute-activations'; fi\n"
+    found = checked(tmp_path, script("--tensor-model-parallel-size 2 $ARGS", before=before))
+    assert found.assumed == ("branch with --recompute-activations: taken",)
+    assert "--sequence-parallel" in {note.name for note in found.reading.read}
+
+
 def test_gpus_that_are_not_said_suit_the_experts(tmp_path):
     lines = "".join(
         f"  {flag.partition(' ')[0]}: {flag.partition(' ')[2] or 'true'}\n"

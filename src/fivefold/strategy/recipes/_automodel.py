@@ -67,8 +67,8 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     )
     _stack(told)
     if degrees["pipeline"] == 1:
-        names = [name for name in told.settings if name.startswith("pipeline.")]
-        told.idle("there is one pipeline stage", *names)
+        alone = [name for name in told.settings if name.startswith("pipeline.")]
+        told.idle("there is one pipeline stage", *alone)
     copies = max(1, told.whole("dp_replicate_size", default=1))
     sharing = data * degrees["context"]
     told.refuse_unless(

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fivefold.errors import FivefoldError
-from fivefold.files import parse_toml, read_text
+from fivefold.files import parse_toml, parse_yaml, read_text
 from fivefold.strategy.recipes._texts import (
     Script,
     flags_of,
     leaves,
-    parse_yaml,
     python_settings,
     read_script,
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.errors import DataError, UnsupportedError
+from fivefold.errors import DataError
 
 _ASSIGNMENT = re.compile(
     r"^\s*(?:(?:export|local|readonly|declare(?:\s+-\w+)*)\s+)?(\w+)(\+?)=(.*)$"
@@ -221,20 +221,6 @@ def flags_of(words: list[str]) -> dict[str, Any]:
             place += 1
         found[name] = " ".join(values) if values else True
     return found
-
-
-def parse_yaml(text: str, *, where: str) -> Any:
-    """Return what a YAML file says."""
-    try:
-        import yaml  # noqa: PLC0415 - only recipes are written in it
-    except ImportError as error:
-        message = f"{where} is YAML, and PyYAML is not installed"
-        raise UnsupportedError(message, hint="pip install pyyaml") from error
-    try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
-    except yaml.YAMLError as error:
-        said = " ".join(str(error).split())
-        raise DataError(f"{where} is not YAML: {said:.200}", hint="mend that line") from error
 
 
 def leaves(table: Mapping[str, Any], *, above: str = "") -> dict[str, Any]:

@@ -96,11 +96,17 @@ class Told:
         given = [(name, setting) for name, setting in found if setting.given]
         if not given:
             return default
-        self._read.setdefault(given[0][1].written, "")
+        self._take(given[0][1])
         for name, setting in given[1:]:
             if setting.written not in self._read:
                 self.unpriced(name, f"{given[0][1].written} says the same and goes first")
         return given[0][1].value
+
+    def _take(self, setting: Setting) -> None:
+        self._read.setdefault(setting.written, "")
+        if setting.conditional:
+            why = "it stands in a branch of the script, and may not be given"
+            self.assume(f"branch with {setting.written}", "taken", why, memory=(0.5, 2.0))
 
     def text(self, *names: str, default: str = "") -> str:
         """Return a setting as lower letters."""
