@@ -200,6 +200,12 @@ LatencyOption = Annotated[
     str | None, typer.Option(help="Latency of a generator's links, such as '1 us'.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+VerboseOption = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", help="Show all that was read, assumed and left out, and what is harmless."
+    ),
+]
 JobsArgument = Annotated[
     Path,
     typer.Argument(

@@ -25,6 +25,7 @@ from fivefold.cli._options import (
     JsonOption,
     OptionalClusterOption,
     PageOption,
+    VerboseOption,
     output_option,
     require_writable,
     show,
@@ -53,6 +54,7 @@ with later():
         evaluate_plan,
         load_cluster,
         load_job,
+        load_model,
         search_plans,
         space_of_target,
         target_problem,
@@ -239,19 +241,22 @@ Form = Literal["text", "json", "csv", "github"]
 _FAILED = ("invalid", "memory")
 
 
-def check_folder(folder: Path, *, cluster: str, form: Form) -> None:
+def check_folder(
+    folder: Path, *, cluster: str, form: Form, model: str | None = None, verbose: bool = False
+) -> None:
     """Check the recipes of a folder and show what was found; exit code 1 where one is no good."""
-    found = list(check_recipes(folder, load_cluster(cluster)))
+    spec = None if model is None else load_model(model)
+    found = list(check_recipes(folder, load_cluster(cluster), model=spec))
     records = [_verdict_record(one) for one in found]
     if form == "json":
         write_json(records)
     elif form == "csv":
-        write_csv(records)
+        write_csv([{key: one[key] for key in one if key != "reading"} for one in records])
     elif form == "github":
         for one in found:
             typer.echo(_annotation(one))
     else:
-        _show_verdicts(found, records, cluster)
+        _show_verdicts(found, records, cluster, verbose=verbose)
     if any(one.status in _FAILED for one in found):
         raise typer.Exit(1)
 
@@ -260,6 +265,7 @@ def _verdict_record(one: RecipeVerdict) -> dict[str, Any]:
     record: dict[str, Any] = {
         "path": str(one.path), "line": one.line, "program": one.program, "status": one.status,
         "message": one.message, "hint": one.hint, "assumed": ", ".join(one.assumed),
+        "reading": one.reading.to_json(),
     }  # fmt: skip
     if one.prediction is not None and one.model is not None:
         record |= {"model": one.model.name} | plan_record(one.model, one.prediction)
@@ -267,7 +273,7 @@ def _verdict_record(one: RecipeVerdict) -> dict[str, Any]:
 
 
 def _annotation(one: RecipeVerdict) -> str:
-    kind = {"ok": "notice", "unknown": "warning"}.get(one.status, "error")
+    kind = {"ok": "notice", "no training": "notice", "unknown": "warning"}.get(one.status, "error")
     path = one.path
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
@@ -290,7 +296,11 @@ def _property(text: str) -> str:
 
 
 def _show_verdicts(
-    found: Sequence[RecipeVerdict], records: Sequence[dict[str, Any]], cluster: str
+    found: Sequence[RecipeVerdict],
+    records: Sequence[dict[str, Any]],
+    cluster: str,
+    *,
+    verbose: bool,
 ) -> None:
     rows = []
     for one, record in zip(found, records, strict=True):
@@ -302,9 +312,10 @@ def _show_verdicts(
     names = ("recipe", "status", "memory", "tokens/s/GPU", "what")
     table = DataTable.of(names, rows, text_columns=(1, 4))
     counts = {status: sum(one.status == status for one in found) for status in
-              ("ok", *_FAILED, "unknown")}  # fmt: skip
+              ("ok", *_FAILED, "unknown", "no training")}  # fmt: skip
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    show(f"recipes on {cluster}: {len(found)}", table, said)
+    accounts = [one.reading.text() for one in found] if verbose else []
+    show(f"recipes on {cluster}: {len(found)}", table, said, *accounts)
 
 
 _LOOKED_AT = 200  # fastest plans, of which a program cannot run all
@@ -327,7 +338,7 @@ _Check = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Check the recipes of a folder (torchtitan, Megatron-LM, NeMo, fivefold) for "
+        help="Check the recipes of a folder (Megatron-LM, torchtitan, NeMo, Primus, fivefold) for "
         "validity and memory; exit code 1 where one fails.",
         exists=True,
     ),
@@ -383,6 +394,15 @@ _Base = Annotated[
         "sizes where it is known.",
     ),
 ]
+_Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="FILE|NAME",
+        help="With --check: the model of recipes that do not say its sizes, a config.json or a "
+        "known name.",
+    ),
+]
 _Csv = Annotated[bool, typer.Option("--csv", help="Write the plans as CSV.")]
 _Github = Annotated[bool, typer.Option("--github", help="With --check: write GitHub annotations.")]
 
@@ -394,6 +414,8 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     cluster: OptionalClusterOption = None,
     compare: _Compare = False,
     check: _Check = None,
+    model: _Model = None,
+    verbose: VerboseOption = False,
     price: _Prices = None,
     tokens: _Tokens = None,
     top: _Top = 5,
@@ -427,8 +449,11 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     }  # fmt: skip
     if check is not None:
         _refuse_beside("--check", **of_one, **{"--compare": compare, "--price": price})
-        _check(check, job, cluster, form)
+        _require_no_job(check, job)
+        name = _one_cluster(cluster, None)
+        check_folder(check, cluster=name, form=form, model=model, verbose=verbose)
         return
+    _refuse_without_check(**{"--model": model, "--verbose": verbose})
     job = _require_job(job, github=as_github)
     if compare:
         _refuse_beside("--compare", **of_one)
@@ -482,11 +507,17 @@ def _require_job(job: Path | None, *, github: bool) -> Path:
     return job
 
 
-def _check(folder: Path, job: Path | None, cluster: str | None, form: Any) -> None:
+def _require_no_job(folder: Path, job: Path | None) -> None:
     if job is not None:
         message = f"--check reads the recipes of {folder} and takes no job file; got {job}"
         raise ArgumentError(message, hint="give --check DIR --cluster NAME alone")
-    check_folder(folder, cluster=_one_cluster(cluster, None), form=form)
+
+
+def _refuse_without_check(**given: Any) -> None:
+    for name, value in given.items():
+        if value:
+            message = f"{name} is for --check, which was not given"
+            raise ArgumentError(message, hint="add --check DIR")
 
 
 def _refuse_beside(option: str, **given: Any) -> None:

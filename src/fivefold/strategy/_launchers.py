@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -169,7 +170,8 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
         >>> megatron_script(load_model("llama2-7b"), plan, gpus_per_node=8).splitlines()[0]
         '#!/usr/bin/env bash'
     """
-    lines = re.split(r" (?=--)", " ".join(megatron_flags(model, plan)))
+    # A layout's bars are quoted, which a shell would take for pipes.
+    lines = re.split(r" (?=--)", shlex.join(megatron_flags(model, plan)))
     nproc = min(require_whole("gpus_per_node", gpus_per_node), plan.num_gpus)
     nodes = plan.num_gpus // nproc
     return "\n".join(
@@ -237,7 +239,8 @@ def _megatron_plan(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
     chunks, ends = plan.pipeline * plan.virtual, plan.embedding_layers
     each, rest = divmod(model.num_layers + 2 * ends, chunks)
     layout = chunk_layout(model.num_layers, chunks, embedding_layers=ends)
-    interleaved, named = plan.schedule == "interleaved", plan.schedule == "interleaved" and rest > 0
+    # Stages with equally many layers are all that Megatron-LM deals out by itself.
+    interleaved, named = plan.schedule == "interleaved", plan.pipeline > 1 and rest > 0
     some = plan.recompute_layers  # of a block, so many layers of each chunk recompute
     method, count = ("uniform", 1) if some is None else ("block", -(-some // plan.virtual))
     return {

@@ -1,0 +1,216 @@
+"""A recipe that names a Hugging Face model: NeMo AutoModel, NeMo-RL, and NeMo's fine-tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import re
+from typing import Any
+
+from fivefold.strategy.model import BLOCKS, ModelSpec
+from fivefold.strategy.parts import LowRankAdapters
+from fivefold.strategy.plan import ParallelPlan
+from fivefold.strategy.recipes._models import named_model
+from fivefold.strategy.recipes._told import Told, UnknownError
+
+_DEGREES = {
+    "tensor": ("tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "pipeline": ("pp_size", "pipeline_model_parallel_size"),
+    "context": ("cp_size", "context_parallel_size"),
+    "expert": ("ep_size", "expert_parallel_size", "expert_model_parallel_size"),
+}
+_UNSAID_LENGTH = 2048
+
+
+def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
+    """Return model and plan of a recipe around a named model; its stack goes to the device."""
+    names = ("pretrained_model_name_or_path", "config", "model_name", "hf_model_id",
+             "run.model_train_name")  # fmt: skip
+    model = told.model or named_model(_name(told, *names))
+    model = _adapted(told, dataclasses.replace(model, seq_len=_length(told)))
+    degrees: dict[str, Any] = {
+        axis: max(1, told.whole(*own, default=1)) for axis, own in _DEGREES.items()
+    }
+    split = math.prod(degrees[axis] for axis in ("tensor", "pipeline", "context"))
+    micro = told.whole("local_batch_size", "micro_batch_size", "train_micro_batch_size", default=1)
+    batch = told.whole("global_batch_size", "train_global_batch_size", default=0)
+    data = told.whole("dp_size", default=0)
+    if data <= 0:
+        said = _gpus_said(told)
+        moe = model.experts
+
+        def allows(gpus: int) -> bool:
+            ranks = gpus // split
+            unit = ranks * micro
+            whole = gpus // degrees["pipeline"] % degrees["expert"] == 0
+            return (not batch or batch % unit == 0) and (moe is None or whole)
+
+        each = told.get("launch.gpus_per_node", "launch.nproc_per_node")
+        if said and each is None and (said % split or not allows(said)):
+            message = f"its nodes have another number of GPUs than the cluster's: {said} in all"
+            raise UnknownError(message, hint="name a cluster with nodes like those")
+        data = told.gpus(said, split, allows) // split
+    whole = batch or micro * data
+    if told.on("sequence_packing.enabled", "dynamic_batching.enabled"):
+        why = "samples are packed, so that micro-batches have other lengths"
+        told.assume("micro-batch", micro, why, memory=(0.25, 2.0))
+    told.refuse_unless(
+        whole % (micro * data) == 0,
+        f"global_batch_size={whole} is not a multiple of the micro-batch x data-parallel ranks = "
+        f"{micro * data}", "every rank runs equally many whole micro-batches",
+    )  # fmt: skip
+    told.refuse_unless(
+        model.num_heads % degrees["tensor"] == 0,
+        f"tensor={degrees['tensor']} does not divide num_heads={model.num_heads}",
+        "each rank has whole heads",
+    )
+    _stack(told)
+    if degrees["pipeline"] == 1:
+        alone = [name for name in told.settings if name.startswith("pipeline.")]
+        told.idle("there is one pipeline stage", *alone)
+    copies = max(1, told.whole("dp_replicate_size", default=1))
+    sharing = data * degrees["context"]
+    told.refuse_unless(
+        sharing % copies == 0, f"dp_replicate_size={copies} does not divide {sharing} ranks",
+        "each copy has equally many ranks",
+    )  # fmt: skip
+    strategy = told.text("strategy", default="fsdp2")
+    zero = 0 if strategy == "ddp" or sharing == 1 else 3
+    if told.text("launch.backend") == "megatron_cfg":
+        zero = 1
+    moved = told.on("cpu_offload", "offload_policy") and zero == 3
+    schedule, virtual, micro = _pipeline(told, model, degrees["pipeline"], micro)
+    plan = ParallelPlan(
+        global_batch=whole, micro_batch=micro, schedule=schedule,  # type: ignore[arg-type]
+        virtual=virtual, pipeline_overlap=virtual > 1, data=data, **degrees, zero=zero,
+        shard=sharing // copies if copies > 1 and zero else None,
+        data_overlap=sharing > 1, recompute=_recompute(told),  # type: ignore[arg-type]
+        sequence_parallel=told.on("sequence_parallel") and degrees["tensor"] > 1,
+        offload_weights=moved, offload_optimizer=moved, dtype=_product_type(told),
+    )  # fmt: skip
+    return model, plan
+
+
+def _pipeline(told: Told, model: ModelSpec, stages: int, local: int) -> tuple[str, int, int]:
+    """Return schedule, chunks of a stage, and samples of a micro-batch."""
+    if stages == 1:
+        return "1f1b", 1, local
+    word = told.text("pipeline.pp_schedule", default="1f1b")
+    micro = told.whole("pipeline.pp_microbatch_size", default=1)
+    a_chunk = told.whole("pipeline.layers_per_stage", default=0)
+    chunks = -(-model.num_layers // a_chunk) if a_chunk else stages
+    virtual = max(1, round(chunks / stages))
+    if not word.startswith("interleaved") or virtual == 1:
+        return ("gpipe" if word == "gpipe" else "1f1b"), 1, micro
+    return "interleaved", virtual, micro
+
+
+def _gpus_said(told: Told) -> int:
+    nodes = told.whole("launch.nnodes", default=0)
+    if told.off("generation.colocated.enabled"):
+        others = told.whole("generation.colocated.resources.num_nodes", default=0)
+        if not others:
+            message = "generation takes some of the GPUs of the cluster, and not whole nodes"
+            raise UnknownError(message, hint="say how many nodes generate")
+        nodes = max(nodes - others, 1)
+    each = told.whole("launch.gpus_per_node", "launch.nproc_per_node", default=0)
+    if nodes and not each:
+        each = told.cluster.fabric.gpus_per_node
+        told.assume("GPUs of a node", each, "as the cluster has")
+    return each * max(nodes, 1)
+
+
+def _name(told: Told, *names: str) -> str:
+    found = told.get(*names)
+    if isinstance(found, str):
+        return found
+    if told.get("num_layers", "num_hidden_layers") is not None:
+        message = "the model's sizes stand in the recipe in a form that has no reader here"
+        raise UnknownError(message, hint="give its config.json with --model")
+    return ""
+
+
+def _length(told: Told) -> int:
+    packed = told.whole("packed_sequence_size", default=0)
+    length = packed or told.whole("seq_length", "seq_len", "max_length", "max_seq_length",
+                                  "max_total_sequence_length", default=0)  # fmt: skip
+    if length:
+        return length
+    why = "the recipe does not say how long samples are"
+    told.assume("sequence length", _UNSAID_LENGTH, why, memory=(0.3, 2.0))
+    return _UNSAID_LENGTH
+
+
+def _recompute(told: Told) -> str:
+    mode = told.text("activation_checkpointing", "activations_checkpoint_granularity",
+                     "recompute_granularity", default="false")  # fmt: skip
+    if mode in {"selective", "full"}:
+        return mode
+    return "none" if mode in {"false", "none", "0"} else "full"
+
+
+def _adapted(told: Told, model: ModelSpec) -> ModelSpec:
+    """Return the model with the adapters that ``peft`` describes."""
+    rank = told.whole("peft.dim", "peft.r", "peft.adapter_dim", "peft.lora_tuning.adapter_dim",
+                      default=0)  # fmt: skip
+    if not rank or told.off("peft.enabled"):
+        return model
+    scheme = told.text("peft.peft_scheme", default="lora")
+    other = re.compile(r"peft\.(adapter_tuning|p_tuning|ia3_tuning|selective_tuning)\..*")
+    told.idle("of another scheme", *(name for name in told.settings if other.fullmatch(name)))
+    if scheme not in {"lora", "qlora"}:
+        message = f"peft_scheme {scheme} is not read: it has no price here"
+        raise UnknownError(message, hint="lora has one")
+    has = [m.module for parts in BLOCKS.values() for part in parts for m in model.matrices(part)]
+    modules = [name for name in dict.fromkeys(has) if name != "router"]
+    chosen = modules
+    wanted = told.get("peft.target_modules", default=[])
+    if wanted and not told.on("peft.match_all_linear"):
+        patterns = [wanted] if isinstance(wanted, str) else list(map(str, wanted))
+        chosen = [name for name in modules if any(_means(one, name) for one in patterns)]
+    without = told.get("peft.exclude_modules", default=[]) or []
+    patterns = [without] if isinstance(without, str) else list(map(str, without))
+    chosen = [name for name in chosen if not any(_means(one, name) for one in patterns)]
+    if not chosen:
+        message = f"target_modules {wanted} names no matrix that has a price here"
+        raise UnknownError(message, hint=f"known are {', '.join(modules)}")
+    base = "nf4" if told.on("quantization.load_in_4bit", "load_in_4bit") else "bf16"
+    base = "int8" if told.on("quantization.load_in_8bit", "load_in_8bit") else base
+    adapters = LowRankAdapters(rank=rank, modules=tuple(chosen), base=base)  # type: ignore[arg-type]
+    return dataclasses.replace(model, adapters=adapters)
+
+
+def _means(pattern: str, module: str) -> bool:
+    """Return whether a pattern of module names, which may hold the path above, means a module."""
+    last = pattern.rsplit(".", maxsplit=1)[-1]
+    return fnmatch.fnmatchcase(module, last) or last == "all-linear"
+
+
+def _stack(told: Told) -> None:
+    """Change the stack as the recipe says: types of parameters, gradients and states."""
+    if told.text("launch.backend") == "megatron_cfg":
+        return
+    kind = told.text("torch_dtype", "dtype", default="bf16").removeprefix("torch.")
+    wide = kind in {"float32", "fp32"} or told.program == "nemo-rl"
+    optimizer = told.text("optimizer._target_", "optimizer.name", default="adam")
+    gradients, states = (4.0, 10.0) if wide else (2.0, 4.0)
+    if told.on("optimizer.master_weights", "optimizer.kwargs.master_weights") and not wide:
+        states = 12.0
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        word = told.text(f"optimizer.{name}", f"optimizer.kwargs.{name}")
+        if "16" in word and (wide or states > 4.0):
+            states -= 2.0
+    if not any(word in optimizer for word in ("adam", "none")):
+        own = next(name for name in ("optimizer._target_", "optimizer.name") if told.get(name))
+        told.unpriced(own, "its states are priced as Adam's", memory=(0.4, 1.2))
+    told.device = dataclasses.replace(
+        told.device, optimizer_state_bytes=states, gradient_bytes=gradients
+    )
+
+
+def _product_type(told: Told) -> str:
+    told.get("precision")
+    if not told.on("fp8.enabled", "fp8"):
+        return "bf16"
+    return "mxfp8" if "mx" in told.text("fp8.recipe_name") else "fp8"

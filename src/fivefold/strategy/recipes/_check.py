@@ -1,0 +1,237 @@
+"""Verdicts on recipes: each is read, priced, and judged with the account of what was read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fivefold.errors import ConfigurationError, FivefoldError
+from fivefold.files import read_text
+from fivefold.reading import Reading
+from fivefold.strategy.cluster import Cluster
+from fivefold.strategy.cost import PlanPrediction, evaluate_plan
+from fivefold.strategy.job import job_from_table
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.plan import ParallelPlan
+from fivefold.strategy.recipes._automodel import read_automodel
+from fivefold.strategy.recipes._megatron import read_megatron
+from fivefold.strategy.recipes._schemas import Found, Program, recognise
+from fivefold.strategy.recipes._told import RefusedError, Told, UnknownError
+from fivefold.strategy.recipes._torchtitan import read_torchtitan
+from fivefold.strategy.search import search_plans
+from fivefold.units import format_bytes
+
+Status = Literal["ok", "invalid", "memory", "unknown", "no training"]
+_ENDINGS = (".toml", ".yaml", ".yml", ".sh", ".py", ".txt")
+_MOST_FILES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeVerdict:
+    """Findings about one recipe.
+
+    Args:
+        path: The file.
+        program: Whose recipe it is.
+        status: "ok"; "invalid" where the program would refuse it; "memory" where it does not fit;
+            "unknown" where it says too little to tell, or where what was assumed or left out could
+            turn the verdict over; "no training" for servers, conversions and the like.
+        message: What is wrong, or what was found.
+        hint: What to do; empty where nothing is wrong.
+        line: Of the file, counted from 1, that the message is about.
+        prediction: Time and memory; None where it is invalid or could not be priced.
+        model: What is trained; None where it is not known.
+        reading: What was read, assumed and left out, and what is harmless.
+    """
+
+    path: Path
+    program: Program
+    status: Status
+    message: str
+    reading: Reading
+    hint: str = ""
+    line: int = 1
+    prediction: PlanPrediction | None = None
+    model: ModelSpec | None = None
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Return what was assumed, in words."""
+        return tuple(f"{note.name}: {note.value}" for note in self.reading.assumed)
+
+
+def check_recipes(
+    folder: Path, cluster: Cluster, *, model: ModelSpec | None = None
+) -> Iterator[RecipeVerdict]:
+    """Check every recipe of a folder at any depth, or one file, in the order of their names.
+
+    Args:
+        folder: Where recipes lie; what is none is passed over.
+        cluster: Where they are to run.
+        model: The model that the recipes train, where they do not say its sizes.
+
+    Raises:
+        ConfigurationError: The folder holds no recipe.
+    """
+    paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
+    count = 0
+    for path in [one for one in paths if one.suffix in _ENDINGS and one.is_file()][:_MOST_FILES]:
+        verdict = check_recipe(path, cluster, model=model)
+        if verdict is not None:
+            count += 1
+            yield verdict
+    if not count:
+        raise ConfigurationError(
+            f"{folder} holds no recipe of Megatron-LM, torchtitan, NeMo, Primus or fivefold",
+            hint="looked at .toml, .yaml, .yml, .sh, .py and .txt files at any depth",
+        )
+
+
+def check_recipe(
+    path: Path, cluster: Cluster, *, model: ModelSpec | None = None
+) -> RecipeVerdict | None:
+    """Check one file; None where it is no recipe."""
+    reading = Reading(str(path))
+    try:
+        text = read_text(path)
+        found = recognise(path, text)
+    except FivefoldError as error:
+        return RecipeVerdict(
+            path=path, program=_program_of(path), status="invalid", message=error.message,
+            hint=error.hint or "", reading=reading,
+        )  # fmt: skip
+    if found is None:
+        return None
+    if found.no_training:
+        return RecipeVerdict(
+            path=path, program=found.program, status="no training", message=found.no_training,
+            reading=reading,
+        )  # fmt: skip
+    verdict = _judged(path, text, found, cluster, model)
+    verdict.reading.log()
+    return verdict
+
+
+def _judged(
+    path: Path, text: str, found: Found, cluster: Cluster, model: ModelSpec | None
+) -> RecipeVerdict:
+    told = Told(found.reader, found.settings, path=path, cluster=cluster, model=model)
+    try:
+        if found.trouble is not None and (model is None or found.reader not in _READERS):
+            raise UnknownError(found.trouble[0], hint=found.trouble[1])
+        spec, plan = _fivefold(told, found) if found.table else _READERS[found.reader](told)
+        cluster.require(plan.num_gpus)
+    except FivefoldError as error:
+        return _failed(path, text, found, told, error, refused=_refuses(error, found))
+    except (ArithmeticError, IndexError, TypeError, ValueError) as error:
+        message = f"a value has a form that is not read: {error}"
+        odd = UnknownError(message, hint="see the program's own help for it")
+        return _failed(path, text, found, told, odd, refused=False)
+    try:
+        prediction = evaluate_plan(spec, told.device, cluster.fabric, plan=plan)
+    except FivefoldError as error:
+        return _failed(path, text, found, told, error, refused=bool(found.table))
+    for name, fields in told.largest.items():
+        other = dataclasses.replace(spec, **fields)
+        most = evaluate_plan(other, told.device, cluster.fabric, plan=plan).memory.total_bytes
+        told.widen(name, (0.9, max(1.0, most / prediction.memory.total_bytes)))
+    return _sized(path, text, found, told, spec, prediction)
+
+
+def _refuses(error: FivefoldError, found: Found) -> bool:
+    """Return whether an error is the program's own: what only we cannot price is unknown."""
+    return isinstance(error, RefusedError) or bool(found.table)
+
+
+def _failed(
+    path: Path, text: str, found: Found, told: Told, error: FivefoldError, *, refused: bool
+) -> RecipeVerdict:
+    return RecipeVerdict(
+        path=path,
+        program=found.program,
+        status="invalid" if refused else "unknown",
+        message=error.message,
+        hint=error.hint or "",
+        line=_line_of(text, error.message),
+        reading=told.account(broken_off=True),
+    )
+
+
+def _sized(
+    path: Path, text: str, found: Found, told: Told, model: ModelSpec, prediction: PlanPrediction
+) -> RecipeVerdict:
+    """Return the verdict on a recipe that was priced, by its memory."""
+    needs, has = prediction.memory.total_bytes, told.device.memory_bytes
+    reading, turned = told.verdict_account(needs, has)
+    message = f"needs {format_bytes(needs)} of {format_bytes(has)} a GPU"
+    verdict = RecipeVerdict(
+        path=path, program=found.program, status="ok", message=message, reading=reading,
+        prediction=prediction, model=model,
+    )  # fmt: skip
+    if turned:
+        names = ", ".join(note.name for note in reading.decisive()[:4])
+        return dataclasses.replace(
+            verdict, status="unknown", message=f"{message}; {names} could turn that over",
+            hint=f"say or leave out {names}", line=_line_of(text, names),
+        )  # fmt: skip
+    if needs <= has:
+        return verdict
+    return dataclasses.replace(
+        verdict,
+        status="memory",
+        message=f"does not fit: {message}",
+        hint="smaller micro-batches, recomputation, sharding or more pipeline stages; fivefold "
+        "plan searches for one that fits",
+        line=_line_of(text, "micro_batch"),
+    )
+
+
+def _program_of(path: Path) -> Program:
+    return {".sh": "megatron", ".txt": "megatron", ".py": "torchtitan"}.get(path.suffix, "nemo")  # type: ignore[return-value]
+
+
+def _fivefold(told: Told, found: Found) -> tuple[ModelSpec, ParallelPlan]:
+    where, cluster = str(told.path), told.cluster
+    job = job_from_table(found.table, where=where, folder=told.path.parent, cluster=cluster)
+    for name in found.settings:
+        told.get(name)
+    if job.plan is not None:
+        return job.model, job.plan
+    told.assume("plan", "the fastest of its space", "the job has no [plan]")
+    best = search_plans(job.model, cluster.device, cluster.fabric, space=job.space, top=1).best
+    return job.model, best[0].plan
+
+
+_READERS: Mapping[str, Callable[[Told], tuple[ModelSpec, ParallelPlan]]] = {
+    "megatron": read_megatron, "torchtitan": read_torchtitan, "automodel": read_automodel,
+    "nemo-rl": read_automodel, "nemo": read_automodel,
+}  # fmt: skip
+
+
+_KEYS = {
+    "tensor": ("tensor",), "pipeline": ("pipeline",), "context": ("context",),
+    "expert": ("expert", "ep_size"), "micro_batch": ("micro", "local_batch", "batch"),
+    "global_batch": ("global",), "sequence": ("sequence",), "virtual": ("virtual",),
+    "heads": ("heads",), "GPUs": ("nproc", "devices", "gpus", "GPUS"), "model": ("model", "flavor"),
+}  # fmt: skip
+
+
+def _line_of(text: str, message: str) -> int:
+    """Return the line of a file that a message is about, as well as words tell; else 1."""
+    lines = text.splitlines()
+    for said in _said(message):
+        for number, line in enumerate(lines, start=1):
+            plain = line.replace("-", "_")
+            if said in plain and not plain.lstrip().startswith("#"):
+                return number
+    return 1
+
+
+def _said(message: str) -> Iterable[str]:
+    found = sorted((message.find(word), word) for word in _KEYS if word in message)
+    yield from (word.partition("=")[0] for word in message.replace(",", " ").split() if "_" in word)
+    for _, word in found:
+        yield from _KEYS[word]

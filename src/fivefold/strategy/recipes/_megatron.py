@@ -1,0 +1,541 @@
+"""A recipe in the words of Megatron-LM, as a model, a plan and a device with its stack.
+
+Rules are those of ``validate_args`` in megatron/training/arguments.py: what it switches off is
+switched off, what it refuses is refused, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from fivefold.strategy._launchers import chunk_layout
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.parts import LatentAttention, MambaMixer, MixtureOfExperts
+from fivefold.strategy.plan import ParallelPlan
+from fivefold.strategy.recipes._models import named_model
+from fivefold.strategy.recipes._told import Told, UnknownError
+
+Recipe = tuple[ModelSpec, ParallelPlan]
+_DEGREES = {
+    "tensor": ("tensor_model_parallel_size", "model_parallel_size"),
+    "pipeline": ("pipeline_model_parallel_size",),
+    "context": ("context_parallel_size",),
+    "expert": ("expert_model_parallel_size",),
+}
+# What makes layers that have no price, and what it is.
+_NO_PRICE = {
+    "heterogeneous_layers_config_path": "layers that a file of their own describes",
+    "heterogeneous_layers_config_encoded_json": "layers that a text of their own describes",
+    "decoder_num_layers": "an encoder beside the decoder",
+    "linear_attention_freq": "layers of linear attention",
+    "linear_attention_type": "layers of linear attention",
+    "moe_latent_size": "experts in a space of their own",
+    "export_kd_teacher_load": "a teacher beside the model",
+    "kd_teacher_load": "a teacher beside the model",
+    "num_moe_experts_per_layer": "another number of experts in each layer",
+    "flextron": "a model whose sizes change as it trains",
+    "retro_add_retriever": "a retriever",
+    "patch_dim": "images beside text",
+    "img_h": "images beside text",
+    "language_model_type": "images beside text",
+    "model_provider": "a model that another module builds",
+    "block_function": "a model that another module builds",
+}
+_ATTENTION_VARIANTS = {"none", "dot_product", ""}
+_STATE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2,
+                "fp8": 1, "uint8": 1}  # fmt: skip
+_DROPS = {"core_attn": "scores", "layernorm": "norm", "moe_act": "activation",
+          "mla_up_proj": "latent"}  # fmt: skip
+_SHARING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+_LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+_LARGEST_VOCABULARY = 262_144
+_PLAIN_TYPES = {"", "auto", "flash", "fused"}
+
+
+def read_megatron(told: Told) -> Recipe:
+    """Return model and plan of a recipe of Megatron-LM; its stack goes to ``told.device``."""
+    degrees: dict[str, Any] = {axis: told.degree(axis, *names) for axis, names in _DEGREES.items()}
+    model = _model(told, degrees)
+    micro = told.whole("micro_batch_size")
+    data = _replicas(told, model, degrees, micro)
+    whole = _global_batch(told, default=micro * data)
+    _refuse(told, model, degrees, data=data, micro=micro, whole=whole)
+    virtual, ends = _chunks(told, model, degrees["pipeline"], whole // (micro * data))
+    interleaved = degrees["pipeline"] > 1 and virtual > 1
+    tensor = degrees["tensor"]
+    _stack(told)
+    recompute, some = _recompute(told, virtual)
+    zero = _sharing(told)
+    parallel = told.on("sequence_parallel") and tensor > 1
+    if told.on("sequence_parallel") and tensor == 1:
+        told.describe("sequence_parallel", "switched off: it splits over more than one tensor rank")
+    split_experts = told.whole("expert_tensor_parallel_size", default=tensor)
+    plan = ParallelPlan(
+        global_batch=whole, micro_batch=micro, data=data, **degrees,
+        expert_tensor=1 if split_experts == 1 < tensor and model.experts else None,
+        shared_overlap=told.on("moe_shared_expert_overlap") and degrees["expert"] > 1
+        and model.experts is not None and model.experts.shared_ffn > 0,
+        virtual=virtual if interleaved else 1,
+        schedule="interleaved" if interleaved else "1f1b",
+        zero=zero, shard=_shard(told, data * degrees["context"], zero),
+        recompute=recompute,  # type: ignore[arg-type]
+        recompute_layers=some,
+        embedding_layers=ends,
+        offload_optimizer=told.on("optimizer_cpu_offload"),
+        **_offloaded(told),
+        optimizer=_optimizer(told),  # type: ignore[arg-type]
+        order="tcpd" if told.on("use_tp_pp_dp_mapping") else "tcdp",
+        sequence_parallel=parallel,
+        tensor_overlap="pipe" if told.on("tp_comm_overlap", "ub_tp_comm_overlap") and tensor > 1
+        else "none",
+        data_overlap=told.on("overlap_grad_reduce", "optim.overlap_grad_sync") or zero > 1,
+        pipeline_overlap=interleaved and not told.on("no_overlap_p2p_communication")
+        and not told.off("overlap_p2p_comm"),
+        dtype=_product_type(told),
+    )  # fmt: skip
+    return model, plan
+
+
+def _gpus_said(told: Told) -> int:
+    per_node = told.whole("launch.nproc_per_node", "launch.gpus_per_node", default=0)
+    nodes = told.whole("launch.nnodes", default=0)
+    whole = told.whole("launch.world_size", default=0)
+    return whole or per_node * max(nodes, 1)
+
+
+def _replicas(told: Told, model: ModelSpec, degrees: dict[str, int], micro: int) -> int:
+    split = degrees["tensor"] * degrees["pipeline"] * degrees["context"]
+    batch = _global_batch(told, default=0)
+
+    def allows(gpus: int) -> bool:
+        data = gpus // split
+        ranks = degrees["pipeline"] * _expert_split(told, degrees)
+        return (not batch or batch % (micro * data) == 0) and (
+            model.experts is None or gpus % ranks == 0
+        )
+
+    return told.gpus(_gpus_said(told), split, allows) // split
+
+
+def _expert_split(told: Told, degrees: dict[str, int]) -> int:
+    tensor = told.whole("expert_tensor_parallel_size", default=degrees["tensor"])
+    return max(1, tensor * degrees["expert"])
+
+
+def _global_batch(told: Told, *, default: int) -> int:
+    if (steps := told.get("step_batch_size_schedule")) is not None:
+        return int(str(steps).split()[-1].rpartition(":")[2])
+    if told.get("rampup_batch_size") is not None:
+        told.describe("rampup_batch_size", "the batch it ends at is judged")
+    return told.whole("global_batch_size", default=default)
+
+
+def _refuse(
+    told: Told, model: ModelSpec, degrees: dict[str, int], *, data: int, micro: int, whole: int
+) -> None:
+    """Raise what Megatron-LM's own validation refuses."""
+    expert, moe = degrees["expert"], model.experts
+    unit, stages = data * micro, degrees["pipeline"]
+    gpus = data * degrees["tensor"] * stages * degrees["context"]
+    whole_split = stages * _expert_split(told, degrees)
+    batch = f"global_batch_size={whole} is not a multiple of micro_batch_size x data-parallel ranks"
+    dealt = f"{gpus} GPUs are not a multiple of expert x expert tensor x pipeline = {whole_split}"
+    share = f"expert={expert} does not divide num_experts={moe and moe.num_experts}"
+    none = "expert parallelism needs num_experts"
+    rules = (
+        (whole % unit == 0, f"{batch} = {unit}", "every rank runs equally many micro-batches"),
+        (expert == 1 or moe is not None, none, "give num_experts"),
+        (moe is None or moe.num_experts % expert == 0, share, "each rank has whole experts"),
+        (moe is None or gpus % whole_split == 0, dealt, "experts are dealt out over all ranks"),
+    )
+    for holds, message, hint in rules:
+        told.refuse_unless(holds, message, hint)
+
+
+def _chunks(told: Told, model: ModelSpec, stages: int, micro_batches: int) -> tuple[int, bool]:
+    """Return chunks of a stage, and whether embedding and head count as layers."""
+    accounts = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    said = [told.on(name) for name in accounts]  # both are read
+    ends = any(said)
+    if stages == 1:
+        told.get("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+                 "num_virtual_stages_per_pipeline_rank")  # fmt: skip
+        told.get("num_layers_per_virtual_pipeline_stage")
+        return 1, False
+    if layout := str(told.get("pipeline_model_parallel_layout", default="")):
+        return _laid_out(told, model, layout, stages)
+    uneven = [told.whole(*names, default=0) for names in (_FIRST, _LAST)]
+    even = not any(uneven) and not ends and not model.pattern and not model.predicted_tokens
+    told.refuse_unless(
+        not even or model.num_layers % stages == 0,
+        f"num_layers={model.num_layers} is not a multiple of pipeline={stages}",
+        "give the first or last stage a number of its own, or a layout",
+    )
+    if any(uneven):
+        return _uneven(told, model, stages, uneven), ends
+    chunks = told.whole("num_virtual_stages_per_pipeline_rank",
+                        "virtual_pipeline_model_parallel_size", default=0)  # fmt: skip
+    if a_chunk := told.whole("num_layers_per_virtual_pipeline_stage", default=0):
+        layers = model.num_layers + 2 * ends
+        told.refuse_unless(
+            layers // stages % a_chunk == 0,
+            f"{layers // stages} layers of a stage are not a multiple of "
+            f"num_layers_per_virtual_pipeline_stage={a_chunk}",
+            "each chunk has equally many",
+        )
+        chunks = layers // stages // a_chunk
+    group = told.whole("microbatch_group_size_per_vp_stage",
+                       "microbatch_group_size_per_virtual_pipeline_stage",
+                       default=stages)  # fmt: skip
+    rest = micro_batches % group
+    told.refuse_unless(
+        chunks <= 1 or rest == 0 or rest >= stages,
+        f"interleaving needs a multiple of pipeline={stages} micro-batches; got {micro_batches}",
+        "change global_batch_size or the number of GPUs",
+    )
+    if chunks > 1 and micro_batches % stages:
+        message = f"{micro_batches} micro-batches over {stages} interleaved stages have no price"
+        raise UnknownError(message, hint="a multiple of the stages has one")
+    return max(1, chunks), ends
+
+
+def _laid_out(told: Told, model: ModelSpec, layout: str, stages: int) -> tuple[int, bool]:
+    """Return chunks of a stage, and whether the ends have fewer layers, of a written layout."""
+    spread = re.sub(r"\(([^)]*)\)\*(\d+)|(\w)\*(\d+)",
+                    lambda m: (m[1] or m[3]) * int(m[2] or m[4]), layout)  # fmt: skip
+    spread = spread.replace(",", "")
+    chunks = spread.count("|") + 1
+    for ends in (False, True):
+        if spread == chunk_layout(model.num_layers, chunks, embedding_layers=ends):
+            return max(1, chunks // stages), ends
+    counts = [one.count("t") for one in spread.split("|")]
+    if not sum(counts):
+        message = f"pipeline_model_parallel_layout {layout} has no layers (t)"
+        raise UnknownError(message, hint="such as Et*3|t*4|t*3L")
+    worst = max(sum(counts[stage::stages]) for stage in range(min(stages, len(counts))))
+    share = worst * stages / max(sum(counts), 1)
+    told.unpriced("pipeline_model_parallel_layout", "layers are priced as if dealt out evenly",
+                  memory=(min(0.9, 1 / share), max(share, 1.0)))  # fmt: skip
+    return max(1, chunks // stages), "t" not in spread.partition("|")[0]
+
+
+def _uneven(told: Told, model: ModelSpec, stages: int, outer: list[int]) -> int:
+    """Return the chunks of a stage where the first or last one has layers of its own."""
+    named = [count for count in outer if count]
+    rest, middle = model.num_layers - sum(named), stages - len(named)
+    told.refuse_unless(
+        middle == 0 or (rest > 0 and rest % middle == 0),
+        f"{rest} layers are not a multiple of the {middle} stages that have no number of their own",
+        "change the layers of the first or last stage",
+    )
+    even = model.num_layers / stages
+    worst = max(*named, rest // middle if middle else 0) / even
+    for name in (*_FIRST, *_LAST):
+        if name in told.settings and told.settings[name].given:
+            told.unpriced(name, "layers are priced as if dealt out evenly",
+                          memory=(min(0.9, min(named) / even), worst))  # fmt: skip
+    return max(1, told.whole("num_virtual_stages_per_pipeline_rank",
+                             "virtual_pipeline_model_parallel_size", default=1))  # fmt: skip
+
+
+def _recompute(told: Told, virtual: int) -> tuple[str, int | None]:
+    """Return what is recomputed, and in how many layers of a stage."""
+    how = told.text("recompute_granularity", "activations_checkpoint_granularity")
+    if not how and told.text("activations_checkpoint_method") not in {"", "none"}:
+        how = "full"  # as releases before 2022 called it
+    modules = told.get("recompute_modules")
+    method = told.text("recompute_method", "activations_checkpoint_method")
+    count = told.whole("recompute_num_layers", "activations_checkpoint_num_layers", default=0)
+    if how == "full":
+        some = count * virtual if method == "block" else 0
+        return "full", some or None
+    if how != "selective" and not told.on("recompute_activations"):
+        return "none", None
+    words = re.findall(r"\w+", str(modules or "core_attn"))
+    unread = [word for word in words if word not in _DROPS]
+    drops = " ".join(dict.fromkeys(_DROPS[word] for word in words if word in _DROPS))
+    told.device = dataclasses.replace(told.device, selective_drops=drops)
+    if unread:
+        why = f"recomputing {', '.join(unread)} has no price"
+        told.unpriced("recompute_modules", why, memory=(0.4, 1.0))
+    return "selective", None
+
+
+def _sharing(told: Told) -> int:
+    """Return what data-parallel ranks share, as a stage of ZeRO."""
+    distributed = told.on("use_distributed_optimizer") or "distributed" in told.text("optim.name")
+    if told.on("use_torch_fsdp2"):
+        return 3
+    named = told.text("fsdp_sharding_strategy", default="full")
+    if told.on("fsdp"):  # of NeMo
+        words = {"full": 3, "grad": 2, "hybrid": 3, "no_shard": 0}
+        return words.get(named, 3)
+    if told.on("use_megatron_fsdp", "use_custom_fsdp"):
+        word = told.text("data_parallel_sharding_strategy", default="no_shard")
+        told.refuse_unless(
+            word in _SHARING,
+            f"data_parallel_sharding_strategy {word!r} is unknown",
+            f"use one of {', '.join(_SHARING)}",
+        )
+        return _SHARING[word]
+    return 1 if distributed else 0
+
+
+def _shard(told: Told, replicas: int, zero: int) -> int | None:
+    instances = told.whole("num_distributed_optimizer_instances", default=1)
+    if not zero or instances == 1:
+        return None
+    told.refuse_unless(
+        replicas % instances == 0,
+        f"num_distributed_optimizer_instances={instances} does not divide {replicas} replicas",
+        "each instance has equally many ranks",
+    )
+    return replicas // instances
+
+
+def _optimizer(told: Told) -> str:
+    name = told.text("optimizer", "optim.name", default="adam")
+    if "muon" in name:
+        return "muon"
+    if name == "sgd":
+        told.device = dataclasses.replace(told.device, optimizer_state_bytes=8.0)
+    elif "adam" not in name and name != "mcore_distributed_optim":
+        own = "optimizer" if told.settings.get("optimizer") else "optim.name"
+        told.unpriced(own, "its states are priced as Adam's", memory=(0.4, 1.2))
+    return "adamw"
+
+
+def _offloaded(told: Told) -> dict[str, Any]:
+    if (
+        told.on("optimizer_cpu_offload")
+        and 0 < told.number("optimizer_offload_fraction", default=1.0) < 1
+    ):
+        told.unpriced("optimizer_offload_fraction", "all states are priced as moved",
+                      memory=(1.0, 4.0))  # fmt: skip
+    if not told.on("cpu_offloading"):
+        return {}
+    layers = told.whole("cpu_offloading_num_layers", default=0)
+    return {"offload_activations": True, "offload_layers": layers or None}
+
+
+def _stack(told: Told) -> None:
+    """Change the stack as the recipe says: attention, types of gradients and states."""
+    device, backend = told.device, told.text("attention_backend")
+    local = told.text("transformer_impl", default="transformer_engine") == "local"
+    flash = told.on("use_flash_attn", "use_flash_attention")
+    env = told.off("env.nvte_flash_attn") and told.off("env.nvte_fused_attn")
+    unfused = env or backend in {"unfused", "local"} or (local and not flash and backend != "flash")
+    if unfused or told.off("use_flash_attention"):
+        device = dataclasses.replace(device, fused_attention=False)
+    elif backend not in _PLAIN_TYPES:
+        told.unpriced("attention_backend", "priced as fused attention", memory=(0.8, 1.5))
+    types = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    widths = [_width(told, name) for name in types]
+    if any(width is not None for width in widths):
+        states = sum(4.0 if width is None else width for width in widths)
+        device = dataclasses.replace(device, optimizer_state_bytes=states)
+    main = _width(told, "main_grads_dtype")
+    if main is not None or told.on("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32"):
+        device = dataclasses.replace(device, gradient_bytes=main or 4.0)
+    if told.on("grad_reduce_in_bf16"):
+        device = dataclasses.replace(device, gradient_wire_bytes=2.0, gradient_bytes=2.0)
+    told.device = device
+
+
+def _width(told: Told, name: str) -> float | None:
+    word = told.text(name).removeprefix("torch.")
+    if not word:
+        return None
+    told.refuse_unless(
+        word in _STATE_BYTES, f"{name} {word!r} is unknown", f"use one of {', '.join(_STATE_BYTES)}"
+    )
+    return float(_STATE_BYTES[word])
+
+
+def _product_type(told: Told) -> str:
+    """Return the type of matrix products."""
+    wide_in = told.on("bf16", "fp16") or "16" in told.text("precision", "params_dtype")
+    if told.text("fp4_format", "fp4") not in {"", "false"}:
+        return "nvfp4"
+    wide = told.text("fp8_format", "fp8") not in {"", "false"}
+    named = [told.on(name) for name in ("fp8_hybrid", "fp8_e4m3", "transformer_engine.fp8")]
+    recipe = told.text("fp8_recipe")
+    if wide or any(named):
+        return "mxfp8" if recipe == "mxfp8" else "fp8"
+    if not wide_in:
+        told.assume("products", "16 bits", "neither bf16 nor fp16 is said", memory=(1.0, 2.0))
+    return "bf16"
+
+
+def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
+    if told.model is not None:
+        length = told.whole("seq_length", "encoder_seq_length", default=told.model.seq_len)
+        return dataclasses.replace(told.model, seq_len=length)
+    _refuse_unpriced(told)
+    hidden = told.whole("hidden_size")
+    activation = told.text("activation", "activation_func")
+    gated = told.on("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
+    gated = gated or "swiglu" in activation or "geglu" in activation
+    ffn = 4 * hidden if not gated else int(4 * hidden * 2 / 3 / 64) * 64
+    inner = told.whole("ffn_hidden_size", default=ffn)
+    layers, pattern = _layers(told)
+    heads = told.whole("num_attention_heads", default=1 if pattern and "*" not in pattern else None)
+    width = told.whole("kv_channels", default=0)
+    told.refuse_unless(
+        heads % degrees["tensor"] == 0,
+        f"tensor={degrees['tensor']} does not divide num_attention_heads={heads}",
+        "each rank has whole heads",
+    )
+    told.refuse_unless(
+        bool(width) or bool(pattern) or hidden % heads == 0,
+        f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}",
+        "give kv_channels, the width of a head",
+    )
+    positions = told.text("position_embedding_type", default="learned_absolute")
+    rotary = told.on("use_rotary_position_embeddings", "no_position_embedding")
+    rotary = rotary or told.off("add_position_embedding")
+    biased = not told.on("disable_bias_linear") and not told.off("bias")
+    biased = biased and not told.off("add_bias_linear")
+    tied = not told.on("untie_embeddings_and_output_weights")
+    tied = tied and not told.off("share_embeddings_and_output_weights")
+    # On the command line the number of groups counts beside its flag alone.
+    groups = told.whole("num_query_groups", default=heads)
+    said = told.on("group_query_attention") or "launch.yaml" in told.settings
+    latent = _latent(told)
+    window = _window(told, layers)
+    return ModelSpec(
+        name=told.path.stem, num_layers=layers, hidden=hidden, num_heads=heads,
+        vocab=_vocabulary(told, degrees["tensor"]), ffn=inner, gated=gated,
+        seq_len=told.whole("seq_length", "encoder_seq_length", "data.seq_length"),
+        num_kv_heads=groups if said and latent is None else None,
+        head_dim=told.whole("qk_head_dim", default=128) if latent
+        else width or None,
+        tied=tied, learned_positions=positions == "learned_absolute" and not rotary,
+        biases=biased, dropout=told.number("hidden_dropout", default=0.1) > 0,
+        experts=_experts(told, layers, inner, pattern), latent=latent, pattern=pattern,
+        mamba=_mamba(told, hidden) if "M" in pattern else None,
+        predicted_tokens=told.whole("mtp_num_layers", default=0), **window,
+    )  # fmt: skip
+
+
+def _refuse_unpriced(told: Told) -> None:
+    for name, what in _NO_PRICE.items():
+        if name not in told.settings or told.settings[name].inherited:
+            continue  # a base lists every default
+        value = told.text(name)
+        if value not in {"", "none", "null", "false", "0"}:
+            message = f"{name} {value} is not read: {what} has no price here"
+            raise UnknownError(message, hint="give its config.json with --model, where it has one")
+    variant = told.text("experimental_attention_variant")
+    if variant not in _ATTENTION_VARIANTS:
+        message = f"experimental_attention_variant {variant} is not read: it has no price here"
+        raise UnknownError(message, hint="plan the model from its config.json with --model")
+    if told.on("use_checkpoint_args") and told.get("num_layers") is None:
+        message = "the model's sizes stand in a checkpoint (use_checkpoint_args)"
+        raise UnknownError(message, hint="add num_layers and the like, or --model config.json")
+
+
+def _layers(told: Told) -> tuple[int, str]:
+    """Return the number of layers and, of hybrid models, the pattern."""
+    pattern = str(told.get("hybrid_layer_pattern", "hybrid_override_pattern", default=""))
+    if not pattern:
+        if told.on("is_hybrid_model"):
+            message = "a hybrid model whose pattern of layers is not said has no price here"
+            raise UnknownError(message, hint="add hybrid_layer_pattern, such as M-M*-")
+        return told.whole("num_layers", "encoder_num_layers"), ""
+    main, *heads = pattern.replace("|", "").split("/")
+    if heads or set(main) - set("M*-E"):
+        message = f"hybrid_layer_pattern {pattern!r} has layers that have no price here"
+        raise UnknownError(message, hint="M, *, - and E have one, without prediction heads")
+    told.get("num_layers")
+    return len(main), main
+
+
+def _mamba(told: Told, hidden: int) -> MambaMixer:
+    width = told.whole("mamba_head_dim", default=64)
+    return MambaMixer(
+        state=told.whole("mamba_state_dim", default=128), head_dim=width,
+        heads=told.whole("mamba_num_heads", default=2 * hidden // width),
+        groups=told.whole("mamba_num_groups", default=8),
+    )  # fmt: skip
+
+
+def _latent(told: Told) -> LatentAttention | None:
+    if not told.on("multi_latent_attention"):
+        return None
+    return LatentAttention(
+        q_rank=told.whole("q_lora_rank", default=0), kv_rank=told.whole("kv_lora_rank", default=32),
+        rope_dim=told.whole("qk_pos_emb_head_dim", default=64),
+        value_dim=told.whole("v_head_dim", default=128),
+    )  # fmt: skip
+
+
+def _window(told: Told, layers: int) -> dict[str, Any]:
+    found = re.findall(r"-?\d+", told.text("window_size"))
+    if not found or int(found[0]) <= 0:
+        return {}
+    skip = told.text("window_attn_skip_freq")
+    if not skip.isdecimal():
+        if skip:
+            told.unpriced("window_attn_skip_freq", "all layers are priced as windowed")
+        return {"window": int(found[0])}
+    return {"window": int(found[0]), "windowed_layers": layers - layers // max(int(skip), 1)}
+
+
+def _experts(told: Told, layers: int, inner: int, pattern: str) -> MixtureOfExperts | None:
+    experts = told.whole("num_experts", "num_moe_experts", default=0)
+    if not experts or (pattern and "E" not in pattern):
+        told.idle("the model has no experts", "moe_layer_freq", "moe_router_topk",
+                  "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+                  "moe_router_num_groups", "moe_router_group_topk",
+                  "expert_tensor_parallel_size", "moe_shared_expert_overlap")  # fmt: skip
+        return None
+    dense, every = (0, 1) if pattern else _expert_layers(told, layers)
+    groups = told.whole("moe_router_num_groups", default=1)
+    return MixtureOfExperts(
+        num_experts=experts, top_k=told.whole("moe_router_topk", default=2),
+        expert_ffn=told.whole("moe_ffn_hidden_size", default=inner),
+        shared_ffn=told.whole("moe_shared_expert_intermediate_size", default=0),
+        dense_layers=dense, every=every, groups=groups,
+        top_groups=told.whole("moe_router_group_topk", default=0) or None if groups > 1 else None,
+    )  # fmt: skip
+
+
+def _expert_layers(told: Told, layers: int) -> tuple[int, int]:
+    """Return how many leading layers are dense, and which one in how many has experts after."""
+    text = re.sub(r"\s", "", str(told.get("moe_layer_freq", default="1")))
+    if text.isdecimal():
+        return 0, max(int(text), 1)
+    spread = re.sub(
+        r"\(?\[([01,]+)\]\)?\*(\d+)", lambda m: f"[{','.join([m[1]] * int(m[2]))}]", text
+    )
+    each = [int(digit) for digit in re.findall(r"[01]", re.sub(r"[^01,\[\]+()]", "?", spread))]
+    dense = len(each) - len("".join(map(str, each)).lstrip("0"))
+    if "?" in spread or not each or 0 in each[dense:]:
+        message = f"moe_layer_freq {text} is not read: which layers have experts is not clear"
+        raise UnknownError(message, hint="a number, or leading dense layers as in ([0]*3+[1]*58)")
+    return (dense if dense < layers else 0), 1
+
+
+def _vocabulary(told: Told, tensor: int) -> int:
+    if padded := told.whole("padded_vocab_size", default=0):
+        return padded
+    unit = told.whole("make_vocab_size_divisible_by", default=128) * tensor
+    if not (
+        vocab := told.whole("vocab_size", "override_vocab_size", "launch.vocab_size", default=0)
+    ):
+        if "gpt2" in told.text("tokenizer_type"):
+            return -(-50257 // unit) * unit
+        try:  # a known model's own tokenizer has as many words as the model
+            known = named_model(str(told.get("tokenizer_model", default="")))
+        except UnknownError:
+            known = None
+        if known is not None:
+            return known.vocab
+        why = "the tokenizer decides it, and it is not here"
+        told.assume_model("vocabulary", 51200, why, others={"vocab": _LARGEST_VOCABULARY})
+        return 51200
+    return -(-vocab // unit) * unit if told.program == "megatron" else vocab

@@ -1,0 +1,284 @@
+"""The settings of a recipe as they stand in its text: shell script, YAML, TOML or Python.
+
+Nothing is run: a script's variables and sums are followed, a module is only parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.errors import DataError
+
+_ASSIGNMENT = re.compile(
+    r"^\s*(?:(?:export|local|readonly|declare(?:\s+-\w+)*)\s+)?(\w+)(\+?)=(.*)$"
+)
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
+_SUM = re.compile(r"\$\(\((.*?)\)\)")
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv, ast.Div: operator.floordiv,
+}  # fmt: skip
+_MOST_ROUNDS = 20  # of variables that name variables
+_LONGEST = 100_000  # letters of a command
+
+
+class Variables(dict[str, str]):
+    """Variables of a script, and the names of those of the environment whose defaults were used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.defaulted: list[str] = []
+
+
+@dataclass
+class Script:
+    """The commands of a shell script that have flags, and its variables.
+
+    A flag that stands in a branch begins with ``--?``; a variable that branches give several values
+    stays as ``${NAME}``.
+    """
+
+    commands: list[list[str]]
+    variables: Variables
+    slurm: list[str]
+    sources: list[str]
+
+
+def read_script(text: str) -> Script:
+    """Return what a shell script would start, as far as it can be told without running it."""
+    joined = re.sub(r"\\[ \t]*\n", " ", text)
+    slurm = " ".join(re.findall(r"^#SBATCH\s+(.*)$", joined, re.MULTILINE))
+    script = Script([], Variables(), _words(slurm), [])
+    if str(nodes := flags_of(script.slurm).get("--nodes")).isdecimal():
+        script.variables |= {"SLURM_NNODES": str(nodes), "SLURM_JOB_NUM_NODES": str(nodes)}
+    depth = 0
+    for raw in _whole_values(joined).splitlines():
+        for line in _statements(_without_comment(raw)):
+            word = line.split(maxsplit=1)[0] if line.split() else ""
+            if word in _CLOSING:
+                depth = max(0, depth - 1)
+            elif word in {"if", "case", "for", "while", "until"}:
+                depth += 1
+                _take_loop(script, line)
+            elif word in {"source", "."}:
+                script.sources.append(_expanded(line.split(maxsplit=1)[-1], script.variables))
+            elif (found := _ASSIGNMENT.match(_BRANCH.sub("", line))) is not None:
+                _assign(script.variables, found, branch=depth > 0)
+            elif word not in _SILENT:
+                script.commands.append(_words(_expanded(line, script.variables)))
+    script.commands = [one for one in map(_unwrapped, script.commands) if one]
+    return script
+
+
+_CLOSING = {"fi", "esac", "done"}
+_SILENT = {"echo", "printf", "cat", "mkdir", "cd", "unset", "set", "exit", "then", "else", "do"}
+_BRANCH = re.compile(r"^\s*(?:[\w.*|\"-]+\)|then|else|do|\{)\s+")
+
+
+def _statements(line: str) -> list[str]:
+    """Split a line at what stands between commands; quotes and brackets stay whole."""
+    parts, quote, depth, start = [], "", 0, 0
+    for place, letter in enumerate(line):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "({":
+            depth += 1
+        elif letter in ")}":
+            depth -= 1
+        elif letter in ";&|" and depth <= 0:
+            parts.append(line[start:place])
+            start = place + 1
+    parts.append(line[start:])
+    return [part for part in parts if part.strip()]
+
+
+def _take_loop(script: Script, line: str) -> None:
+    found = re.match(r"\s*for\s+(\w+)\s+in\s+(.*)", line)
+    if found is not None:
+        values = found[2].split()
+        script.variables[found[1]] = values[0] if len(values) == 1 else f"${{{found[1]}}}"
+
+
+def _assign(variables: Variables, found: re.Match[str], *, branch: bool) -> None:
+    name, adds = found[1], bool(found[2])
+    before, value = variables.get(name), _expanded(_bare(found[3]), variables)
+    # What a variable had before the script is not known, and does not come again and again.
+    value = re.sub(rf"\$\{{{name}(\[[@*]\])?\}}|\${name}\b", "", value)
+    if before is not None and not adds and branch and value.startswith(before) and before:
+        adds, value = True, value[len(before) :]
+    if adds:
+        if branch:
+            value = re.sub(r"(^|\s)--(?=\w)", r"\1--?", value)
+        variables[name] = f"{before or ''} {value}".strip()
+    elif branch and before not in {None, "", value}:
+        variables[name] = f"${{{name}}}"
+    else:
+        variables[name] = value
+
+
+def _unwrapped(words: list[str]) -> list[str]:
+    """Take apart a command that is itself an argument, as of ``bash -c``."""
+    found: list[str] = []
+    for word in words:
+        several = " --" in word or ".py " in word or re.match(r"--[\w-]+\s", word)
+        found += _words(word) if several else [word]
+    return found if any(word.startswith("--") for word in found) else []
+
+
+def _whole_values(text: str) -> str:
+    """Put arrays and quoted texts that stand on several lines on one."""
+    text = re.sub(r"(\+?=)\(([^)]*)\)", lambda m: f"{m[1]}({_one_line(m[2])})", text)
+    return re.sub(
+        r"""(\w\+?=)(["'])([^"']*?)\2""",
+        lambda m: f"{m[1]}{m[2]}{_one_line(m[3])}{m[2]}" if "\n" in m[3] else m[0],
+        text,
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(_without_comment(line) for line in text.splitlines())
+
+
+def _without_comment(line: str) -> str:
+    return re.sub(r"(^|\s)#.*$", "", line)
+
+
+def _bare(value: str) -> str:
+    value = value.strip().rstrip(";")
+    if value[:1] == "(" and value[-1:] == ")":
+        return value[1:-1]
+    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    return value[1:-1] if quoted else value
+
+
+def _expanded(text: str, variables: Variables) -> str:
+    for _ in range(_MOST_ROUNDS):
+        before = text
+        text = _SUM.sub(lambda m: _summed(m, variables), text)
+        text = _VARIABLE.sub(lambda m: _value_of(m, variables), text)
+        if text == before or len(text) > _LONGEST:
+            break
+    return text
+
+
+def _value_of(found: re.Match[str], variables: Variables) -> str:
+    default = found[0] if found[2] is None else _bare(found[2])
+    name = found[1] or found[3]
+    value = variables.get(name, default)
+    if name not in variables and found[2] is not None:
+        variables.defaulted.append(name)
+    return default if not value and found[2] is not None else value
+
+
+def _summed(found: re.Match[str], variables: Variables) -> str:
+    inner = _VARIABLE.sub(lambda m: _value_of(m, variables), found[1])
+    inner = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], "?"), inner)
+    try:
+        return str(_value(ast.parse(inner.replace("/", "//"), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return found[0]
+
+
+def _value(node: ast.AST) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError:  # a quote that another line closes
+        return line.split()
+
+
+def flags_of(words: list[str]) -> dict[str, Any]:
+    """Return the flags of a command's words with their values; one without a value is True.
+
+    ``--tensor-model-parallel-size 8`` is ``{"--tensor-model-parallel-size": "8"}``; of a flag that
+    is given twice the last counts.
+    """
+    found: dict[str, Any] = {}
+    place = 0
+    while place < len(words):
+        word, place = words[place], place + 1
+        if not re.match(r"--\??[A-Za-z]", word):
+            continue
+        name, given, value = word.partition("=")
+        values = [value] if given else []
+        while not given and place < len(words) and not words[place].startswith("--"):
+            values += [] if words[place] in {"$@", "$*", "${@}"} else [words[place]]
+            place += 1
+        found[name] = " ".join(values) if values else True
+    return found
+
+
+def leaves(table: Mapping[str, Any], *, above: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by their full names, such as ``model.hidden_size``."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            found |= leaves(value, above=f"{above}{key}.")
+        else:
+            found[f"{above}{key}"] = value
+    return found
+
+
+def python_settings(text: str) -> dict[str, Any] | None:
+    """Return the settings of a Python module for torchtitan; None where it is none.
+
+    Arguments of ``ParallelismConfig`` and what is assigned to ``config.training`` and
+    ``config.activation_checkpoint`` are read; the model is the function that it starts from.
+    """
+    if "ParallelismConfig" not in text:
+        return None
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        message = f"the module is not Python: {error.msg}, line {error.lineno}"
+        raise DataError(message, hint="mend that line") from error
+    found: dict[str, Any] = {"activation_checkpoint.mode": "none"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _name(node.func) == "ParallelismConfig":
+            for word in node.keywords:
+                if word.arg is not None:
+                    found[word.arg] = _literal(word.value)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").endswith("config_registry"):
+            found["config_function"] = node.names[0].name
+        elif isinstance(node, ast.Assign):
+            found |= _assigned(node)
+    return found if "config_function" in found else None
+
+
+def _assigned(node: ast.Assign) -> dict[str, Any]:
+    target = node.targets[0]
+    if not isinstance(target, ast.Attribute):
+        return {}
+    if target.attr == "activation_checkpoint":
+        text = ast.unparse(node.value)
+        modes = {"SelectiveAC": "selective", "FullAC": "full"}
+        mode = next((mode for name, mode in modes.items() if name in text), "none")
+        return {"activation_checkpoint.mode": mode}
+    return {target.attr: _literal(node.value)}
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return a value that stands in the text; what is computed, as its text in braces."""
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return f"{{{ast.unparse(node)}}}"
+
+
+def _name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")

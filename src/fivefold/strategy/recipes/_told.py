@@ -1,0 +1,340 @@
+"""The settings of one recipe, and the account of what became of each."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import ConfigurationError, FivefoldError, require_whole
+from fivefold.reading import Reading
+from fivefold.strategy.cluster import Cluster
+from fivefold.strategy.model import ModelSpec
+
+SAME = (1.0, 1.0)
+_UNSET = {"", "none", "null", "~"}
+_OFF = {"false", "0", "no", "off"}
+_NOT_KNOWN = "not known here"
+_MOST_GPUS = 1 << 17
+
+
+class UnknownError(FivefoldError):
+    """A recipe says too little to be judged, or something that has no price."""
+
+
+class RefusedError(ConfigurationError):
+    """A recipe breaks a rule of the program that it is for."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its name as the recipe writes it, and its value.
+
+    ``conditional`` is of a setting that stands in a branch of a script, ``inherited`` of one that a
+    file below the recipe says.
+    """
+
+    written: str
+    value: Any
+    conditional: bool = False
+    inherited: bool = False
+
+    @property
+    def given(self) -> bool:
+        """Return whether it has a value at all."""
+        return self.value is not None and str(self.value).strip().lower() not in {"", "null", "~"}
+
+
+@dataclass
+class _Effect:
+    """Something assumed or left out, and by what share it could change the memory."""
+
+    kind: str
+    name: str
+    why: str
+    value: Any
+    memory: tuple[float, float]
+
+
+class Told:
+    """What a recipe says, and what was assumed where it says nothing.
+
+    Args:
+        program: Whose lists of flags hold.
+        settings: By the name that the program's reader knows them by.
+        path: The file.
+        cluster: Where it is to run.
+        model: The model that somebody gave beside the recipe.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        settings: Mapping[str, Setting],
+        *,
+        path: Path,
+        cluster: Cluster,
+        model: ModelSpec | None = None,
+    ) -> None:
+        self.program, self.settings, self.path = program, settings, path
+        self.cluster, self.model, self.device = cluster, model, cluster.device
+        self.largest: dict[str, Mapping[str, Any]] = {}
+        self._read: dict[str, str] = {}
+        self._effects: list[_Effect] = []
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Return the value of the first of some settings that has one."""
+        found = [(name, self.settings[name]) for name in names if name in self.settings]
+        given = [(name, setting) for name, setting in found if setting.given]
+        if not given:
+            return default
+        self._take(given[0][1])
+        for name, setting in given[1:]:
+            if setting.written not in self._read:
+                self.unpriced(name, f"{given[0][1].written} says the same and goes first")
+        return given[0][1].value
+
+    def _take(self, setting: Setting) -> None:
+        self._read.setdefault(setting.written, "")
+        if setting.conditional:
+            why = "it stands in a branch of the script, and may not be given"
+            self.assume(f"branch with {setting.written}", "taken", why, memory=(0.5, 2.0))
+
+    def text(self, *names: str, default: str = "") -> str:
+        """Return a setting as lower letters."""
+        return str(self.get(*names, default=default)).strip().lower()
+
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """Return the first of some settings that is given, a whole number."""
+        for name in names:
+            if (value := self.get(name)) is None or str(value).lower() == "none":
+                continue
+            try:
+                number = float(str(value).replace("_", "").replace(",", ""))
+                if number.is_integer():
+                    return int(number)
+            except ValueError:
+                if re.search(r"[$<{`]|\?\?\?", str(value)):
+                    message = f"{name} is {value!r}, which only the launch decides"
+                    raise UnknownError(message, hint="give it a value in the file") from None
+            message = f"{name} must be a whole number; got {value!r}"
+            raise RefusedError(message, hint="such as 8")
+        if default is None:
+            message = f"the recipe does not say {names[0]}"
+            raise UnknownError(message, hint=f"add {names[0]}, or check it with its base")
+        return default
+
+    def number(self, *names: str, default: float) -> float:
+        """Return a setting as a number; one that the launch decides is ``default``."""
+        try:
+            return float(self.get(*names, default=default))
+        except (TypeError, ValueError):
+            return default
+
+    def on(self, *names: str) -> bool:
+        """Return whether one of some switches is on."""
+        found = [self.text(name) for name in names if name in self.settings]
+        return any(value and value not in _OFF | _UNSET for value in found)
+
+    def off(self, name: str) -> bool:
+        """Return whether a switch is said to be off."""
+        return self.text(name) in _OFF
+
+    def degree(self, axis: str, *names: str) -> int:
+        """Return one degree of the model's split; one that is not said is 1."""
+        found = self.whole(*names, default=1)
+        try:
+            return require_whole(f"the {axis} parallel degree", found, hint="1 leaves it whole")
+        except ConfigurationError as error:
+            raise RefusedError(error.message, hint=error.hint) from None
+
+    def assume(
+        self, name: str, value: Any, why: str, *, memory: tuple[float, float] = SAME
+    ) -> None:
+        """Note a value that the recipe does not say, and how another could change the memory."""
+        if all(effect.name != name for effect in self._effects):
+            self._effects.append(_Effect("assumed", name, why, value, memory))
+
+    def assume_model(self, name: str, value: Any, why: str, *, others: Mapping[str, Any]) -> None:
+        """Note a part of the model that the recipe does not say, and how far off it could be.
+
+        Args:
+            name: For people.
+            value: What was taken.
+            why: For what reason.
+            others: Fields of the model as they could be at most.
+        """
+        self.assume(name, value, why)
+        self.largest[name] = others
+
+    def widen(self, name: str, memory: tuple[float, float]) -> None:
+        """Say by what share something assumed could change the memory."""
+        for effect in self._effects:
+            if effect.name == name:
+                effect.memory = memory
+
+    def describe(self, name: str, why: str) -> None:
+        """Say what became of a setting."""
+        if (setting := self.settings.get(name)) is not None:
+            self._read[setting.written] = why
+
+    def unpriced(self, name: str, why: str, *, memory: tuple[float, float] = SAME) -> None:
+        """Leave out a setting that was looked at and has no price."""
+        setting = self.settings[name]
+        self._read.pop(setting.written, None)
+        if all(effect.name != setting.written for effect in self._effects):
+            self._effects.append(_Effect("left out", setting.written, why, None, memory))
+
+    def idle(self, why: str, *names: str) -> None:
+        """Note settings that have no effect beside the others."""
+        for name in names:
+            setting = self.settings.get(name)
+            if setting is not None and setting.given and setting.written not in self._read:
+                self._effects.append(_Effect("harmless", setting.written, why, None, SAME))
+
+    def refuse_unless(self, holds: bool, message: str, hint: str) -> None:  # noqa: FBT001 - a rule
+        """Raise where a rule of the program is broken."""
+        if not holds and "launch.patched" in self.settings:
+            message = f"{message}, by the rules of Megatron-LM, which it changes"
+            raise UnknownError(message, hint=hint)
+        if not holds:
+            raise RefusedError(message, hint=hint)
+
+    def gpus(self, said: int, split: int, allows: Callable[[int], bool]) -> int:
+        """Return the GPUs: as said, as the cluster has, or as few as the program allows.
+
+        Args:
+            said: GPUs that the recipe names; 0 where it names none.
+            split: GPUs of one replica, which must divide them.
+            allows: Whether the program's other rules hold for a number of GPUs.
+        """
+        default = self.settings.get("launch.default")
+        if said and default is not None:
+            self.assume("GPUs", said, f"the default of {default.written}, which the launch decides")
+            if said % split or not allows(said):
+                message = f"{said} GPUs, the default of {default.written}, do not suit its degrees"
+                raise UnknownError(message, hint=f"give {default.written} the value it runs with")
+        if said:
+            self.refuse_unless(
+                said % split == 0,
+                f"{said} GPUs are not a multiple of tensor x pipeline x context = {split}",
+                "data parallelism takes what is left: degrees must divide the GPUs",
+            )
+            return said
+        if self.cluster.num_gpus:
+            self.assume("GPUs", self.cluster.num_gpus, "as many as the cluster has")
+            if self.cluster.num_gpus % split == 0:
+                return self.cluster.num_gpus
+            message = f"the cluster's {self.cluster.num_gpus} GPUs are not a multiple of {split}"
+            hint = "the recipe does not say how many GPUs: give a cluster of as many as it needs"
+            raise UnknownError(message, hint=hint)
+        node = self.cluster.fabric.gpus_per_node
+        least = math.lcm(split, node) if split > node else split * max(1, node // split)
+        counts = range(least, _MOST_GPUS, least)
+        found = next((count for count in counts if allows(count)), None)
+        if found is None:
+            message = "the recipe does not say how many GPUs, and no number of nodes suits it"
+            raise UnknownError(message, hint="name them, as in --cluster h100-nemo:16")
+        why = "the recipe does not say; the fewest nodes that its degrees and batch allow"
+        self.assume("GPUs", found, why, memory=(0.0, 1.0))
+        return found
+
+    def account(self, *, broken_off: bool = False) -> Reading:
+        """Return what became of every setting; each stands in exactly one list.
+
+        Args:
+            broken_off: The verdict was clear before all of it was read.
+        """
+        reading = Reading(str(self.path))
+        for written, why in self._read.items():
+            reading.take(written, why)
+        self._sort_rest(broken_off=broken_off)
+        for effect in self._effects:
+            if effect.name in reading.names():
+                continue
+            if effect.kind == "assumed":
+                reading.assume(effect.name, effect.value, effect.why)
+            elif effect.kind == "left out":
+                reading.leave_out(effect.name, effect.why)
+            else:
+                reading.ignore(effect.name, effect.why)
+        return reading
+
+    def verdict_account(self, total_bytes: float, memory_bytes: float) -> tuple[Reading, bool]:
+        """Return the account, and whether what was assumed or left out could turn the verdict."""
+        reading = self.account()
+        # Flags of one kind change the memory once, however many there are of it.
+        shares = {(effect.why, effect.memory) for effect in self._effects}
+        low, high = (math.prod(memory[i] for _, memory in shares) for i in (0, 1))
+        fits = total_bytes <= memory_bytes
+        turned = total_bytes * high > memory_bytes if fits else total_bytes * low <= memory_bytes
+        if not turned:
+            return reading, False
+        side = 1 if fits else 0
+        names = {effect.name for effect in self._effects if effect.memory[side] != 1.0}
+        for notes in (reading.assumed, reading.left_out):
+            notes[:] = [
+                type(note)(note.name, note.why, note.value, decisive=True)
+                if note.name in names
+                else note
+                for note in notes
+            ]
+        return reading, True
+
+    def _sort_rest(self, *, broken_off: bool) -> None:
+        """Give every setting that nothing read its place."""
+        placed = set(self._read) | {effect.name for effect in self._effects}
+        for name, setting in self.settings.items():
+            if setting.written not in placed and not setting.inherited:
+                placed.add(setting.written)
+                fate = self._fate(name, setting)
+                if broken_off and fate.why.startswith(_NOT_KNOWN):
+                    fate = _Effect("left out", setting.written, "not reached", None, SAME)
+                self._effects.append(fate)
+
+    def _fate(self, name: str, setting: Setting) -> _Effect:
+        kind, why, memory = "left out", _NOT_KNOWN, (0.0, math.inf)
+        if not setting.given:
+            return _Effect("harmless", setting.written, "not set", None, SAME)
+        off = str(setting.value).strip().lower() in _OFF
+        for rule in _rules(self.program):
+            if rule.pattern.fullmatch(name.lower()):
+                kind, why, memory = rule.kind, rule.why, rule.memory
+                if kind == "left out" and off:
+                    return _Effect("harmless", setting.written, "switched off", None, SAME)
+                break
+        else:
+            if off:
+                return _Effect("left out", setting.written, f"{why}; it is off", None, SAME)
+        return _Effect(kind, setting.written, why, None, memory)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    kind: str
+    pattern: re.Pattern[str]
+    why: str
+    memory: tuple[float, float]
+
+
+@functools.cache
+def _rules(program: str) -> tuple[_Rule, ...]:
+    """Return the fates of flags that no reader reads, of a program and of all."""
+    text = (files("fivefold.strategy.recipes") / "flags.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    found = []
+    parts = ("megatron", "automodel") if program in {"nemo", "primus", "bridge"} else (program,)
+    for kind, part in itertools.product(("harmless", "left_out"), (*parts, "all")):
+        for rule in table.get(part, {}).get(kind, ()):
+            pattern = re.compile("|".join(fnmatch.translate(name) for name in rule["names"]))
+            low, high = rule.get("memory", SAME)
+            found.append(_Rule(kind.replace("_", " "), pattern, rule["why"], (low, high)))
+    return tuple(found)

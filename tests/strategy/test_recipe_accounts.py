@@ -1,0 +1,272 @@
+"""The account of a recipe: every flag has one place, what is read matters, nothing is guessed."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fivefold.cli._main import app
+from fivefold.strategy import load_cluster
+from fivefold.strategy.recipes import check_recipe, check_recipes
+
+CLUSTER = load_cluster("h100-nemo")
+MODEL = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
+    " --group-query-attention --num-query-groups 8 --seq-length 8192 --swiglu --vocab-size 128256"
+    " --untie-embeddings-and-output-weights --position-embedding-type rope --disable-bias-linear"
+    " --hidden-dropout 0.0 --bf16 --use-distributed-optimizer --micro-batch-size 1"
+    " --global-batch-size 128 "
+)
+SPLIT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+TITAN = {
+    "model": {"name": "llama3", "flavor": "70B"},
+    "training": {"local_batch_size": 1, "seq_len": 8192},
+    "parallelism": {"data_parallel_shard_degree": 8},
+    "activation_checkpoint": {"mode": "full"},
+}
+
+
+def script(flags, *, before="", nodes="4"):
+    return f"{before}torchrun --nproc_per_node 8 --nnodes {nodes} pretrain_gpt.py {MODEL}{flags}\n"
+
+
+def checked(tmp_path, text, name="a.sh", cluster=CLUSTER, **more):
+    path = tmp_path / name
+    path.write_text(text)
+    return check_recipe(path, cluster, **more)
+
+
+def titan(**changed):
+    tables = {section: TITAN.get(section, {}) | changed.get(section, {})
+              for section in {**TITAN, **changed}}  # fmt: skip
+    return "".join(
+        f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+        for section, keys in tables.items()
+    )
+
+
+def test_sequence_parallelism_of_one_rank_is_switched_off(tmp_path):
+    flags = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --sequence-parallel"
+    found = checked(tmp_path, script(flags))
+    assert found.status == "ok"
+    assert not found.prediction.plan.sequence_parallel
+    why = {note.name: note.why for note in found.reading.read}["--sequence-parallel"]
+    assert "switched off" in why
+
+
+def test_virtual_stages_have_two_spellings(tmp_path):
+    new = checked(tmp_path, script(SPLIT + "--num-virtual-stages-per-pipeline-rank 4"))
+    old = checked(tmp_path, script(SPLIT + "--num-layers-per-virtual-pipeline-stage 4"))
+    assert new.prediction.plan == old.prediction.plan
+    assert new.prediction.plan.virtual == 4
+
+
+def test_scores_that_are_kept_do_not_fit(tmp_path):
+    flags = "--transformer-impl local --attention-backend unfused"
+    assert checked(tmp_path, script(SPLIT + flags)).status == "memory"
+    assert checked(tmp_path, script(SPLIT)).status == "ok"
+
+
+def test_states_that_all_ranks_share(tmp_path):
+    flags = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    found = checked(tmp_path, script(flags)).prediction
+    # 8.03 B parameters x (2 + 2 + 12) bytes over 32 ranks.
+    assert found.memory.states_bytes == pytest.approx(8.03e9 * 16 / 32, rel=0.02)
+
+
+@pytest.mark.parametrize("default", ['"4"', "'4'", "4", '${OTHER:-"4"}'])
+def test_a_default_may_be_quoted_or_stand_in_another(tmp_path, default):
+    text = script(SPLIT, before=f"NNODES=${{SLURM_NNODES:-{default}}}\n", nodes="$NNODES")
+    found = checked(tmp_path, text)
+    assert (found.status, found.prediction.plan.num_gpus) == ("ok", 32)
+    assert found.assumed == ("GPUs: 32",)
+
+
+def test_nodes_that_the_launch_decides_refuse_nothing(tmp_path):
+    text = script("--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4",
+                  before="NNODES=${SLURM_NNODES:-1}\n", nodes="$NNODES")  # fmt: skip
+    assert checked(tmp_path, text).status == "unknown"
+    assert checked(tmp_path, text.replace("${SLURM_NNODES:-1}", "1")).status == "invalid"
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["tools/run_text_generation_server.py", "tools/checkpoint/convert.py", "inference/gpt.py"],
+)
+def test_what_trains_nothing_is_no_training(tmp_path, program):
+    found = checked(tmp_path, script(SPLIT).replace("pretrain_gpt.py", program))
+    assert found.status == "no training"
+
+
+def test_pieces_that_another_script_uses_are_unknown(tmp_path):
+    found = checked(tmp_path, f'MODEL_ARGS="{MODEL}"\n')
+    assert found.status == "unknown"
+    assert "starts no program" in found.message
+
+
+def test_a_value_that_branches_decide_is_not_guessed(tmp_path):
+    branch = "TP=2\nif [ -n $BIG ]; then TP=8; fi\n"
+    found = checked(tmp_path, script("--tensor-model-parallel-size $TP", before=branch))
+    assert found.status == "unknown"
+    assert "only the launch decides" in found.message
+
+
+def test_a_flag_in_a_branch_is_assumed(tmp_path):
+    before = "ARGS='--sequence-parallel'\nif [ -n $R ]; then ARGS+=' --recompute-activations'; fi\n"
+    found = checked(tmp_path, script("--tensor-model-parallel-size 2 $ARGS", before=before))
+    assert found.assumed == ("branch with --recompute-activations: taken",)
+    assert "--sequence-parallel" in {note.name for note in found.reading.read}
+
+
+def test_gpus_that_are_not_said_suit_the_experts(tmp_path):
+    lines = "".join(
+        f"  {flag.partition(' ')[0]}: {flag.partition(' ')[2] or 'true'}\n"
+        for flag in (MODEL + SPLIT.replace("parallel-size 2 --s", "parallel-size 4 --s")
+                     + "--num-experts 8 --expert-model-parallel-size 4").split(" --")
+        for flag in [flag if flag.startswith("--") else f"--{flag}"]
+    )  # fmt: skip
+    found = checked(tmp_path, "MODEL_ARGS:\n" + lines, "m.yaml")
+    assert found.status in {"ok", "unknown"}
+    assert "GPUs" in {note.name for note in found.reading.assumed}
+    assert found.prediction.plan.data % 4 == 0
+
+
+def test_adapters_are_priced_and_nested_models_are_not_flattened(tmp_path):
+    text = (
+        "step_scheduler: {global_batch_size: 64, local_batch_size: 2}\n"
+        "model: {pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}\n"
+        "distributed: {strategy: fsdp2, dp_size: none, ep_size: 8}\n"
+        "packed_sequence: {packed_sequence_size: 4096}\n"
+    )
+    whole = checked(tmp_path, text, "a.yaml")
+    peft = "peft: {target_modules: ['*_proj'], dim: 16, alpha: 32}\n"
+    found = checked(tmp_path, text + peft, "a.yaml")
+    assert found.model.adapters.rank == 16
+    assert found.prediction.memory.states_bytes < 0.5 * whole.prediction.memory.states_bytes
+    teacher = "teacher_model: {pretrained_model_name_or_path: meta-llama/Llama-3.1-8B}\n"
+    assert checked(tmp_path, text + teacher, "a.yaml").model.experts.num_experts == 128
+
+
+def test_a_model_may_be_given_beside_the_recipe(tmp_path):
+    text = "step_scheduler: {global_batch_size: 8}\nmodel: {pretrained_model_name_or_path: a/b}\n"
+    (tmp_path / "a.yaml").write_text(text + "distributed: {dp_size: 8}\n")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512,
+    }))  # fmt: skip
+    line = ["plan", "--check", str(tmp_path), "--cluster", "h100-nemo", "--json"]
+    without = json.loads(CliRunner().invoke(app, line).stdout)
+    assert without[0]["status"] == "unknown"
+    assert "--model" in without[0]["hint"]
+    given_model = json.loads(CliRunner().invoke(app, [*line, "--model", str(config)]).stdout)
+    assert given_model[0]["status"] == "ok"
+
+
+def test_the_whole_account_is_shown(tmp_path):
+    (tmp_path / "a.sh").write_text(script(SPLIT + "--log-interval 10 --frobnicate 3"))
+    line = ["plan", "--check", str(tmp_path), "--cluster", "h100-nemo"]
+    record = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)[0]
+    assert record["status"] == "unknown"
+    assert [one["name"] for one in record["reading"]["left_out"]] == ["--frobnicate"]
+    assert record["reading"]["left_out"][0]["decisive"] is True
+    shown = CliRunner().invoke(app, [*line, "--verbose"]).output
+    assert "--log-interval: logging" in shown
+    assert "--log-interval: logging" not in CliRunner().invoke(app, line).output
+    alone = CliRunner().invoke(app, ["plan", "job.toml", "--cluster", "h100-nemo", "--verbose"])
+    assert alone.exit_code == 2
+
+
+BASE = SPLIT + "--optimizer adam "
+READ = [
+    "--attention-backend unfused", "--fp8-format hybrid", "--overlap-grad-reduce",
+    "--recompute-granularity full", "--optimizer-cpu-offload", "--cpu-offloading",
+    "--exp-avg-dtype bf16", "--exp-avg-sq-dtype fp8", "--main-params-dtype fp16",
+    "--main-grads-dtype fp32", "--accumulate-allreduce-grads-in-fp32", "--optimizer sgd",
+    "--optimizer muon", "--num-virtual-stages-per-pipeline-rank 2", "--mtp-num-layers 1",
+    "--window-size 128,0", "--kv-channels 64", "--tp-comm-overlap", "--use-tp-pp-dp-mapping",
+    "--num-distributed-optimizer-instances 2", "--context-parallel-size 2",
+    "--use-torch-fsdp2", "--num-experts 8", "--multi-latent-attention",
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", READ)
+def test_a_flag_that_is_read_changes_time_or_memory(tmp_path, flag):
+    plain, found = checked(tmp_path, script(BASE)), checked(tmp_path, script(BASE + flag))
+    read = {note.name for note in found.reading.read}
+    assert {word for word in flag.split() if word.startswith("--")} <= read
+    before, after = plain.prediction, found.prediction
+    assert (before.time_s, before.memory.total_bytes) != (after.time_s, after.memory.total_bytes)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": {"converters": ["float8"]}}, {"training": {"dtype": "bfloat16"}},
+        {"training": {"enable_cpu_offload": True}}, {"optimizer": {"name": "Muon"}},
+        {"training": {"mixed_precision_reduce": "float32"}},
+        {"parallelism": {"fsdp_reshard_after_forward": "never"}},
+        {"activation_checkpoint": {"mode": "none"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_key_of_torchtitan_that_is_read_changes_time_or_memory(tmp_path, changed):
+    plain = checked(tmp_path, titan(), "t.toml").prediction
+    found = checked(tmp_path, titan(**changed), "t.toml")
+    name = ".".join(next((section, *keys) for section, keys in changed.items()))
+    assert name in {note.name for note in found.reading.read}
+    after = found.prediction
+    assert (plain.time_s, plain.memory.total_bytes) != (after.time_s, after.memory.total_bytes)
+
+
+def test_states_of_16_bits_fit_where_others_do_not(tmp_path):
+    (tmp_path / "b.toml").write_text('base = "b200-nemo"\nstack = "torchtitan-2024.12"\ngpus = 8\n')
+    cluster = load_cluster(tmp_path / "b.toml")
+    changed = {
+        "training": {"dtype": "bfloat16", "mixed_precision_reduce": "bfloat16"},
+        "optimizer": {"early_step_in_backward": True},
+        "compile": {"enable": True, "components": ["model", "loss"]},
+    }
+    assert checked(tmp_path, titan(**changed), "t.toml", cluster).status == "ok"
+    assert checked(tmp_path, titan(), "t.toml", cluster).status != "ok"
+
+
+KNOWN = (
+    "log-interval", "lr", "save", "data-path", "cuda-graph-impl", "fp8-format", "num-experts",
+    "recompute-modules", "moe-layer-freq", "sequence-parallel", "hybrid-layer-pattern", "optimizer",
+    "pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "rampup-batch-size",
+    "expert-tensor-parallel-size", "window-size", "attention-backend", "exp-avg-dtype",
+    "num-layers", "micro-batch-size", "kv-channels", "vocab-size", "step-batch-size-schedule",
+)  # fmt: skip
+NAMES = st.one_of(
+    st.sampled_from(KNOWN), st.from_regex(r"[a-z]{2,8}(-[a-z0-9]{1,6}){0,3}", fullmatch=True)
+)
+WORDS = ["", "none", "bf16", "'a b'", "$X", '"4"', "1,0", '${NAME:-"2"}', "${NAME:-3}"]
+VALUES = st.one_of(st.integers(-1, 64).map(str), st.sampled_from(WORDS))
+
+
+@given(st.lists(st.tuples(NAMES, VALUES), max_size=12), st.booleans())
+def test_every_flag_stands_in_exactly_one_list(tmp_path_factory, flags, grouped):
+    words = " ".join(f"--{name} {value}".strip() for name, value in flags)
+    text = script(f"{SPLIT} {words}")
+    if grouped:
+        text = f"ARGS=(\n  {words}\n)\n" + script(SPLIT + " ${ARGS[@]}")
+    found = checked(tmp_path_factory.mktemp("recipe"), text)
+    reading = found.reading
+    lists = [reading.read, reading.assumed, reading.left_out, reading.harmless]
+    names = [note.name for notes in lists for note in notes]
+    for flag in {f"--{name}" for name, _ in flags} | {"--num-layers", "--swiglu"}:
+        assert names.count(flag) == 1, (flag, found.status, found.message)
+    assert len(names) == len(set(names))
+    if reading.decisive():
+        assert found.status == "unknown"
+
+
+def test_a_folder_of_all_kinds_is_read(tmp_path):
+    (tmp_path / "k8s.yaml").write_text("apiVersion: v1\nparallel: 1\n---\nkind: X\n")
+    (tmp_path / "chart.yaml").write_text("parallelism: {{ .Values.tp }}\n")
+    (tmp_path / "a.sh").write_text(script(SPLIT))
+    assert [one.path.name for one in check_recipes(tmp_path, CLUSTER)] == ["a.sh"]
