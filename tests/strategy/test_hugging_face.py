@@ -11,13 +11,12 @@ from hypothesis import given
 
 from fivefold.errors import DataError, UnsupportedError
 from fivefold.reading import Reading
-from fivefold.strategy import load_model
+from fivefold.strategy import load_job, load_model
 from fivefold.strategy.hugging_face import (
     model_from_hugging_face,
     model_of_config,
     read_model,
 )
-from helpers.night import by_night
 
 # Parameters of each class of transformers 5.24 with its default configuration, built on the meta
 # device: the file names the type and little else, so that the defaults are tested as well.
@@ -63,29 +62,32 @@ def test_a_changed_key_changes_the_parameters_as_in_transformers(family, change)
     assert outcome.kind == "equal", outcome.said
 
 
-# A class for each kind of layer; no window, and as many tokens as an indexer chooses at most, as
-# transformers computes scores that it masks.
+# A class for each kind of layer; windows and choices as long as the sample, as transformers
+# computes scores that it masks. Mamba-2 is not here: what transformers runs without its kernels is no scan.
 KINDS = {
     "llama": {}, "falcon": {}, "cohere2": {"sliding_window": 64}, "gpt_neox": {}, "qwen3_moe": {},
-    "deepseek_v32": {"index_topk": 64}, "lfm2": {}, "afmoe": {"sliding_window": 64},
-    "falcon_h1": {"mamba_chunk_size": 64}, "qwen3_next": {}, "minimax": {"block_size": 64},
+    "deepseek_v32": {"index_topk": 64, "num_key_value_heads": 4}, "lfm2": {},
+    "afmoe": {"sliding_window": 64}, "qwen3_next": {}, "minimax": {"block_size": 64},
     "gemma4_text": {"sliding_window": 64},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", by_night(list(KINDS), list(KINDS)[2:]))
+@pytest.mark.parametrize("family", list(KINDS))
 def test_flops_are_those_of_its_forward(family):
     torch, tf = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from torch.utils.flop_counter import FlopCounterMode
 
     config = tf.CONFIG_MAPPING[family](**(judge.small_sizes(family) | KINDS[family]))
-    with torch.device("meta"):
-        theirs = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    theirs = tf.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
-        theirs(input_ids=torch.zeros(1, 64, dtype=torch.int64, device="meta"), use_cache=False)
+        theirs.eval()(input_ids=torch.zeros(1, 64, dtype=torch.int64), use_cache=False)
     saved = json.loads(config.to_json_string(use_diff=True))
     ours = model_from_hugging_face(saved, seq_len=64).flops_per_sequence() / 3
-    assert ours == pytest.approx(counted.get_total_flops(), rel=0.03)
+    # The chunks of a delta net are a little more than its model's.
+    near = 0.03 if family == "qwen3_next" else 1e-3
+    assert ours == pytest.approx(counted.get_total_flops(), rel=near)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,10 @@ def test_the_family_is_that_of_type_class_or_parent(config, same):
     reading = Reading("config.json")
     found = model_of_config({**config, **text}, reading)
     assert found == model_from_hugging_face({**sizes, **same})
-    assert {"vision_config"} & config.keys() == {note.name for note in reading.decisive()}
+    left = {"vision_config"} & config.keys() or (
+        {"other parts"} if "text_config" in text else set()
+    )
+    assert {note.name for note in reading.decisive()} == left
 
 
 @pytest.mark.parametrize(
@@ -260,3 +265,12 @@ def test_active_parameters_are_those_of_the_experts_that_a_token_visits(
     met = model.active_parameters - (0 if embedding else model.embedding_parameters)
     assert model.num_parameters / 1e9 == pytest.approx(total, abs=0.01)
     assert met / 1e9 == pytest.approx(active, abs=0.01)
+
+
+def test_a_job_tells_what_of_its_model_was_not_counted(tmp_path, caplog):
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN | {"residual_streams": 4}))
+    job = tmp_path / "job.toml"
+    job.write_text('model = "config.json"\ngpus = 1\nglobal_batch = 1\n')
+    reading = load_job(job).reading
+    assert [note["name"] for note in reading.to_json()["left_out"]] == ["residual_streams"]
+    assert "not counted: residual_streams" in caplog.text

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from fivefold.strategy._model_parts import Part, Parts, norm_size
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import Block
 
+_LOG = logging.getLogger(__name__)
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 _ACTIVATIONS = frozenset(
     [
@@ -60,6 +62,12 @@ _ACTIVATIONS = frozenset(
 _OWN_GATE = {"swiglu", "swigluoai", "geglu"}
 
 
+def is_configuration(source: str) -> bool:
+    """Return whether a model's name is a file of this form, or the folder that holds one."""
+    path = Path(source)
+    return path.suffix == ".json" or path.is_dir()
+
+
 def read_model(path: Path | str, *, seq_len: int | None = None) -> tuple[ModelSpec, Reading]:
     """Return the model that a ``config.json`` describes, and the account of its keys.
 
@@ -80,13 +88,17 @@ def read_model(path: Path | str, *, seq_len: int | None = None) -> tuple[ModelSp
     reading = Reading(str(path))
     name = path.parent.name or path.stem
     try:
-        return model_of_config(config, reading, name=name, seq_len=seq_len), reading
+        model = model_of_config(config, reading, name=name, seq_len=seq_len)
     except FivefoldError:
         raise
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError,
             ValueError) as error:  # fmt: skip
         message = f"{path} has a wrong or missing entry: {error!r}"
         raise DataError(message, hint="is it the config.json of a transformer?") from error
+    reading.log()
+    for note in reading.decisive():
+        _LOG.warning("%s: not counted: %s", path, note)
+    return model, reading
 
 
 def model_from_hugging_face(
@@ -124,6 +136,8 @@ def model_of_config(
         if isinstance(names, str) and not any(one in text for one in names[1:].split("|")):
             message = f"the model's configuration has none of {names[1:].replace('|', ', ')}"
             raise DataError(message, hint="is it the config.json of a whole model?")
+    if "model_type" in text:
+        reading.take(f"{prefix}model_type", f"the family {family}")
     model = _Reader(keys).model(name=name, seq_len=seq_len)
     keys.account()
     return model

@@ -7,12 +7,11 @@ import difflib
 import functools
 import tomllib
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError
 from fivefold.strategy.cluster import build_spec, check_keys, read_fields
-from fivefold.strategy.hugging_face import read_model
+from fivefold.strategy.hugging_face import is_configuration, read_model
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import (
     ConvolutionStage,
@@ -89,14 +88,11 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
         >>> load_model("llama3-8b", seq_len=4096).seq_len
         4096
     """
-    path = Path(source)
-    if path.suffix != ".json" and not path.is_dir():
+    if not is_configuration(source):
         if source not in _models():
             near = difflib.get_close_matches(source, _models(), n=1, cutoff=0.0)[0]
             message = f"model {source!r} is unknown"
             raise ConfigurationError(message, hint=f"did you mean {near!r}? Or give a file")
         model = _models()[source]
         return model if seq_len is None else dataclasses.replace(model, seq_len=seq_len)
-    model, reading = read_model(path, seq_len=seq_len)
-    reading.log()
-    return model
+    return read_model(source, seq_len=seq_len)[0]
