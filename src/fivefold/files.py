@@ -127,12 +127,13 @@ def read_toml(path: str | os.PathLike[str], *, what: str = "configuration file")
     return parse_toml(_decoded(_read(Path(path), where, _TOML), where, _TOML), where=where)
 
 
-def read_json(path: str | os.PathLike[str], *, what: str = "file") -> Any:
+def read_json(path: str | os.PathLike[str], *, what: str = "file", finite: bool = True) -> Any:
     """Read a JSON file.
 
     Args:
         path: The file.
         what: Words for the file, before its path in messages.
+        finite: As for ``parse_json``.
 
     Returns:
         Its value: a dict, a list, text, a number, a boolean or None.
@@ -141,7 +142,7 @@ def read_json(path: str | os.PathLike[str], *, what: str = "file") -> Any:
         DataError: The file is missing, cannot be read, is not JSON, or is beyond a limit.
     """
     where = f"{what} {os.fspath(path)}"
-    return parse_json(_read(Path(path), where, _JSON), where=where)
+    return parse_json(_read(Path(path), where, _JSON), where=where, finite=finite)
 
 
 def read_text(path: str | os.PathLike[str], *, what: str = "file") -> str:

@@ -8,8 +8,8 @@ import pytest
 from fivefold import strategy
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.strategy.demand import plan_demand
+from fivefold.strategy.hugging_face import model_from_hugging_face
 from fivefold.strategy.parts import MambaMixer
-from fivefold.strategy.presets import model_from_hugging_face
 
 CLUSTER = strategy.load_cluster("h100-nemo")
 MIXER = MambaMixer(state=128, heads=64, head_dim=64, groups=8, chunk=128)
@@ -57,8 +57,7 @@ def test_parameters_are_those_that_transformers_makes(family):
         theirs = AutoModelForCausalLM.from_config(config)
     count = sum(parameter.numel() for parameter in theirs.parameters())
     ours = model_from_hugging_face(config.to_dict(), seq_len=4096).num_parameters
-    # Jamba norms step, B and C: 32 + 2 x 16 parameters in each of seven layers, not counted here.
-    assert ours == count - (7 * 64 if family == "jamba" else 0)
+    assert ours == count
 
 
 def test_published_sizes():
@@ -176,9 +175,9 @@ def test_wrong_patterns_are_refused(changes, said):
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
-        {"model_type": "falcon_h1", "mamba_d_state": 128},
-        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        {"model_type": "qwen3_next", "layer_types": ["new_attention", "full_attention"]},
+        {"model_type": "nemotron_h", "layers_block_type": ["mamba", "new_block"]},
+        {"model_type": "llama4_text", "layer_types": ["linear_attention", "full_attention"]},
     ],
 )
 def test_layers_without_a_price_are_refused(config):
@@ -188,9 +187,9 @@ def test_layers_without_a_price_are_refused(config):
 
 
 def test_a_file_without_sizes_is_refused():
-    with pytest.raises(DataError, match="none of ssm_state_size"):
-        model_from_hugging_face({"model_type": "nemotron_h", "hidden_size": 512,
-                                 "hybrid_override_pattern": "M-"}, seq_len=1024)  # fmt: skip
+    config = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-"}
+    with pytest.raises(DataError, match="none of hidden_size"):
+        model_from_hugging_face(config, seq_len=1024)
 
 
 def test_a_file_with_periods_of_nothing_is_refused(tmp_path):

@@ -201,7 +201,7 @@ def test_a_job_and_its_plan_agree(tmp_path):
 
 def test_a_length_of_nothing_is_not_the_models_own(tmp_path):
     sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), 8)
-    config = sizes | {"vocab_size": 8, "max_position_embeddings": 64}
+    config = sizes | {"model_type": "llama", "vocab_size": 8, "max_position_embeddings": 64}
     write(tmp_path, json.dumps(config), "config.json")
     job = 'model = "config.json"\ngpus = 1\nglobal_batch = 1\n'
     assert load_job(write(tmp_path, job)).model.seq_len == 64

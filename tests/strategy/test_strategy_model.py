@@ -7,8 +7,8 @@ import pytest
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.strategy import ModelSpec, load_model, named_models
+from fivefold.strategy.hugging_face import model_from_hugging_face
 from fivefold.strategy.parts import MixtureOfExperts
-from fivefold.strategy.presets import model_from_hugging_face
 
 # Billions, from each model's paper or card.
 KNOWN = {
@@ -82,6 +82,7 @@ def test_hugging_face_gpt2_is_a_gpt():
 
 def test_hugging_face_deepseek_is_the_preset():
     config = {
+        "model_type": "deepseek_v3",
         "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
         "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
         "vocab_size": 129280, "n_routed_experts": 256, "num_experts_per_tok": 8,
@@ -89,9 +90,10 @@ def test_hugging_face_deepseek_is_the_preset():
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
         "max_position_embeddings": 4096, "hidden_act": "silu", "moe_layer_freq": 1,
     }  # fmt: skip
-    assert (
-        model_from_hugging_face(config).num_parameters == load_model("deepseek-v3").num_parameters
-    )
+    # The preset leaves the norms of queries and keys out.
+    norms = 61 * (1536 + 512)
+    ours = model_from_hugging_face(config).num_parameters
+    assert ours == load_model("deepseek-v3").num_parameters + norms
 
 
 @pytest.mark.parametrize("name", named_models())
@@ -124,7 +126,7 @@ def test_bad_input_is_explained(tmp_path):
     with pytest.raises(ConfigurationError, match="more than num_experts"):
         MixtureOfExperts(num_experts=2, top_k=3, expert_ffn=8)
     with pytest.raises(DataError, match="hidden_size"):
-        model_from_hugging_face({})
+        model_from_hugging_face({"model_type": "llama"})
     broken = tmp_path / "config.json"
     broken.write_text("{")
     with pytest.raises(DataError, match="is not JSON"):

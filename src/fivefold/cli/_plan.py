@@ -591,6 +591,8 @@ def _document(found: FoundPlans) -> dict[str, Any]:
         "best": [_facts(model, one) for one in found.best],
         "error_bar": dataclasses.asdict(bar) | {"interval_s": bar.interval_s(best.time_s)},
     }  # fmt: skip
+    if found.job.reading is not None:
+        document["reading"] = found.job.reading.to_json()
     if result is not None:
         document |= {
             "front": [_facts(model, one) for one in result.front],

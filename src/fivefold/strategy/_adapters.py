@@ -49,6 +49,8 @@ def trained_operators(model: ModelSpec, shape: LayerShape, kind: str) -> tuple[O
     for op in operators:
         if op.kind != "gemm":
             found.append(op)
+        elif op.name.startswith("latent "):
+            found.append(dataclasses.replace(op, frozen=True, stored_bytes=0.0))
         elif op.name == "router":  # whose input the shared experts share
             stored = op.stored_bytes if shared else 0.0
             found.append(dataclasses.replace(op, frozen=True, stored_bytes=stored))
@@ -80,7 +82,7 @@ def _adapted(model: ModelSpec, shape: LayerShape, op: Operator) -> Iterator[Oper
     """Yield a frozen product, what widens its weights, and the adapters of its matrices."""
     adapters = model.adapters
     assert adapters is not None, "only called with adapters"
-    part, modules = _PRODUCTS[op.name]
+    part, modules = (op.part, (op.module,)) if op.part else _PRODUCTS[op.name]
     adapted = [m for m in model.matrices(part) if m.module in modules and model.is_adapted(m)]
     yield dataclasses.replace(op, frozen=True, stored_bytes=op.stored_bytes if adapted else 0.0)
     if adapters.base != "bf16":

@@ -18,7 +18,7 @@ from fivefold.collectives.pricing.fabric import Groups
 from fivefold.strategy._layer import Floats, LayerCost, head_cost, mean_layer_cost
 from fivefold.strategy._operators import ELEMENT_BYTES, WIDE_BYTES, LayerShape
 from fivefold.strategy.cluster import DeviceSpec
-from fivefold.strategy.model import BLOCKS, ModelSpec
+from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import BASE_BYTES
 from fivefold.strategy.pipeline import stage_layers
 from fivefold.strategy.plan import PlanTable, decode
@@ -162,12 +162,12 @@ class Columns:
             kept = sum(
                 model.share_of(letter)
                 * model.adapter_parameters(*(part for part in parts if part != "experts"))
-                for letter, parts in BLOCKS.items()
+                for letter, parts in model.parts_of.items()
             )
             return self._split(stage, kept, model.adapter_parameters("experts"))
         kept = sum(
             model.share_of(letter) * matrix.size
-            for letter, parts in BLOCKS.items()
+            for letter, parts in model.parts_of.items()
             for part in parts if part != "experts"
             for matrix in model.matrices(part)
         )  # fmt: skip
@@ -189,7 +189,7 @@ class Columns:
     def _of_layers(self, stage: int) -> Floats:
         """Return the parameters of a stage's layers, norms apart."""
         model = self.model
-        kept = sum(model.share_of(letter) * model.unrouted_of(letter) for letter in BLOCKS)
+        kept = sum(model.share_of(letter) * model.unrouted_of(letter) for letter in model.parts_of)
         return self._split(stage, kept, model.routed_parameters)
 
     def _outside(self, stage: int) -> Floats:
@@ -198,7 +198,7 @@ class Columns:
         copy = np.where((t.pipeline > 1) & model.tied, model.vocab * model.hidden, 0)
         head = (model.head_parameters + copy) / t.tensor
         one = t.pipeline == 1
-        kept = self.counts[stage] * (model.norms_per_layer * model.norm_parameters)
+        kept = self.counts[stage] * model.norms_per_layer
         kept = kept + np.where(one | (stage == 0), model.embedding_parameters / t.tensor, 0.0)
         return np.stack([kept + np.where(one | (stage == 2), head, 0.0), np.zeros(len(t))])
 

@@ -107,6 +107,9 @@ def _unwritten(model: ModelSpec, plan: ParallelPlan | None = None) -> dict[str, 
         "Muon (newer than the flags written here)": (plan is not None and plan.optimizer == "muon"),
         "adapters beside frozen weights (LoRA)": model.adapters is not None,
         "layers that follow a pattern (Mamba)": bool(model.pattern),
+        "experts that work at another width than the model": (
+            model.experts is not None and model.experts.latent > 0
+        ),
     }
 
 

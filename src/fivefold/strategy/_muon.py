@@ -18,7 +18,7 @@ import numpy as np
 from fivefold.strategy._columns import MASTER_BYTES, Columns
 from fivefold.strategy._layer import Floats
 from fivefold.strategy.cluster import DeviceSpec, gemm_time_s
-from fivefold.strategy.model import BLOCKS, ModelSpec
+from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import WeightMatrix
 
 _STEPS = 5
@@ -75,7 +75,7 @@ def _layers_s(columns: Columns) -> Floats:
 def _seconds(columns: Columns, tensor: int, expert: int, split: int) -> tuple[float, float, float]:
     model, device = columns.model, columns.device
     kept = routed = largest = 0.0
-    for letter, parts in BLOCKS.items():
+    for letter, parts in model.parts_of.items():
         share = model.share_of(letter)
         for part in parts if share else ():
             own = split if part == "experts" else tensor

@@ -7,6 +7,7 @@ and sequence parallelism (Korthikanti et al., arXiv 2205.05198).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from fivefold.strategy.cluster import DeviceSpec, element_bytes
 from fivefold.strategy.model import ModelSpec
-from fivefold.strategy.parts import MambaMixer, MixtureOfExperts
+from fivefold.strategy.parts import Block, MambaMixer, MixtureOfExperts, Scores, WeightMatrix
 
 ELEMENT_BYTES = 2.0
 """Width of activations and parameters in a step of 16 bits or fewer; of 32 bits it is 4."""
@@ -71,6 +72,7 @@ class LayerShape:
 class Operator:
     """One forward operator of a layer on one GPU, and what its backward does.
 
+    ``part`` and ``module`` say which matrix a product of a block of its own computes with;
     ``after`` names what its stored input is computed from, where recomputing that alone is known;
     ``grouped`` products are those of several experts, one after the other; ``frozen`` ones have no
     backward for their weights; ``plain`` ones are in 16 bits where others are narrower. Backward of
@@ -98,6 +100,8 @@ class Operator:
     message_bytes: float = 0.0
     kernels: int = 1
     experts: MixtureOfExperts | None = None
+    part: str = ""
+    module: str = ""
 
     def copies_by_node(self, nodes: float) -> float:
         """Return a token's copies that cross nodes when each gets one, over its experts."""
@@ -139,6 +143,10 @@ def _scan_bytes(ssm: MambaMixer, width: float) -> tuple[float, float]:
     return moved, 2.0 * ssm.chunk * ssm.groups * ssm.state + 2.0 * ssm.state * ssm.inner
 
 
+def _split(matrix: WeightMatrix, tensor: int) -> int:
+    return 1 if matrix.split == "none" else tensor
+
+
 def _gemm(
     name: str, m: float, n: float, k: float, stored_bytes: float = 0.0, **more: Any
 ) -> Operator:
@@ -149,6 +157,18 @@ def _moving(name: str, moved: float, backward: float, **more: Any) -> Operator:
     return Operator(
         name=name, kind="memory", moved_bytes=moved, backward_moved_bytes=backward, **more
     )
+
+
+@dataclass(frozen=True)
+class _Core:
+    """One GPU's heads, the columns of their queries, keys and values, and the scores computed."""
+
+    heads: float
+    queries: float
+    keys: float
+    values: float
+    share: float
+    latent: bool = False
 
 
 class _Share:
@@ -171,6 +191,8 @@ class _Share:
             "*": ("attention", attention), "M": ("mamba", self._mamba),
             "-": ("feed-forward", self._dense), "E": ("feed-forward", self._experts),
         }  # fmt: skip
+        for letter, block in self.model.other.items():
+            blocks[letter] = block.name, functools.partial(self._block, block)
         return tuple(
             op
             for name, operators in map(blocks.__getitem__, kind)
@@ -226,7 +248,7 @@ class _Share:
             _gemm("query, key, value", tokens, queries + 2 * keys, h, self.input_bytes,
                   after="norm"),
             *((self._rotary(queries, keys),) if rotated else ()),
-            *self._core(queries=queries, keys=keys, values=queries),
+            *self._core(self._scores(queries=queries, keys=keys, values=queries)),
             _gemm("attention projection", tokens, h, queries, self.width * tokens * queries),
             *self._tensor_message("attention"),
         )  # fmt: skip
@@ -241,12 +263,17 @@ class _Share:
         joined = 4 * self.width * self.tokens * (queries + 2 * keys)
         return _moving("rotary", 10 * size, 10 * size + joined, stored_bytes=size, kernels=10)
 
-    def _core(self, *, queries: float, keys: float, values: float) -> tuple[Operator, ...]:
+    def _scores(self, *, queries: float, keys: float, values: float) -> _Core:
+        heads = self.model.num_heads / self.shape.tensor
+        return _Core(heads, queries, keys, values, self.model.attention_share)
+
+    def _core(self, one: _Core) -> tuple[Operator, ...]:
         """Return scores, softmax, dropout and weighted values, in one kernel or in several."""
         model, shape, tokens, width = self.model, self.shape, self.tokens, self.width
-        heads, length = model.num_heads / shape.tensor, model.seq_len
+        queries, keys, values, heads = one.queries, one.keys, one.values, one.heads
+        length = model.seq_len
         inputs = width * tokens * (queries + 2 * keys)
-        flops = 2.0 * tokens * length * (queries + values) * model.attention_share
+        flops = 2.0 * tokens * length * (queries + values) * one.share
         ring = width * 2 * keys * tokens * shape.context
         context = (
             Operator(name="keys, values", kind="message", message="context", message_bytes=ring),
@@ -257,7 +284,7 @@ class _Share:
                 name="attention", kind="attention", flops=flops, moved_bytes=moved,
                 backward_moved_bytes=2 * moved, stored_bytes=inputs + 4.0 * tokens * heads,
                 m=tokens, n=length, k=(queries + values) / 2,
-                after="latent" if model.latent is not None else "",
+                after="latent" if one.latent else "",
             )  # fmt: skip
             return (*context, core)
         scores, drop = heads * tokens * length, 1 if model.dropout else 0
@@ -290,7 +317,12 @@ class _Share:
             _gemm("queries", tokens, query, query_in, size * query_in, after="expands"),
             _gemm("keys, values", tokens, heads * model.head_width + value, lat.kv_rank,
                   size * lat.kv_rank, after="expands"),
-            *self._core(queries=query, keys=(query + value) / 2, values=value),
+            *self._core(
+                dataclasses.replace(
+                    self._scores(queries=query, keys=(query + value) / 2, values=value),
+                    latent=True,
+                )
+            ),
             _gemm("attention projection", tokens, h, value, size * value),
             *self._tensor_message("attention"),
         )  # fmt: skip
@@ -331,9 +363,72 @@ class _Share:
             *self._tensor_message("mamba"),
         )  # fmt: skip
 
+    def _block(self, block: Block) -> tuple[Operator, ...]:
+        """Return the products of a block, and between them scores, a recurrence, an activation."""
+        tokens, t = self.tokens, self.shape.tensor
+        first = [m for m in block.matrices if m.split != "rows"]
+        last = [m for m in block.matrices if m.split == "rows"]
+        made = self.width * tokens * sum(m.count * m.outputs / _split(m, t) for m in first)
+        between: list[Operator] = []
+        for scores in block.scores:
+            between += self._of_scores(scores)
+        if block.scan_flops:
+            # Chunks as in Mamba-2: what comes out of the products is kept, and read twice.
+            flops = tokens * block.scan_flops / t
+            between.append(
+                Operator(
+                    name=f"{block.name} scan",
+                    kind="scan",
+                    flops=flops,
+                    flops_again=flops,
+                    moved_bytes=2 * made,
+                    backward_moved_bytes=6 * made,
+                    stored_bytes=made,
+                    kernels=5,
+                )
+            )
+        if not between:
+            between = [_moving(f"{block.name} activation", 1.5 * made, 2.5 * made,
+                               stored_bytes=made)]  # fmt: skip
+        message = self._tensor_message(block.name) if last else ()
+        ins = [self._matrix(block, m, kept=place == 0) for place, m in enumerate(first)]
+        return (*ins, *between, *(self._matrix(block, m) for m in last), *message)
+
+    def _matrix(self, block: Block, matrix: WeightMatrix, *, kept: bool = True) -> Operator:
+        """Return a product of a block; products of the residual stream share what they keep."""
+        split, rows = _split(matrix, self.shape.tensor), matrix.split == "rows"
+        inputs = matrix.inputs / (split if rows else 1)
+        outputs = matrix.outputs / (1 if rows else split)
+        stored = self.width * self.tokens * inputs * matrix.count
+        if not rows and matrix.inputs == self.model.hidden:
+            stored = self.input_bytes if kept else 0.0
+        return _gemm(
+            f"{block.name} {matrix.module}", self.tokens, outputs, inputs, stored,
+            batch=matrix.count, part=block.letter, module=matrix.module,
+        )  # fmt: skip
+
+    def _of_scores(self, scores: Scores) -> tuple[Operator, ...]:
+        model, t = self.model, self.shape.tensor
+        queries, values = scores.heads * scores.width / t, scores.heads * scores.value_width / t
+        each = max(scores.kv_heads / t, 1.0) / scores.every
+        keys = each * (scores.width + scores.value_width) / 2
+        share = scores.share(model.seq_len, causal=model.causal)
+        core = self._core(_Core(scores.heads / t, queries, keys, values, share))
+        if not scores.index_columns:
+            return core
+        # Every rank of a tensor group chooses for its heads, by all of the indexer's.
+        columns = float(scores.index_columns)
+        flops = 2.0 * self.tokens * model.seq_len * columns / scores.every
+        size = self.width * self.tokens * columns
+        indexer = Operator(
+            name="indexer", kind="attention", flops=flops, moved_bytes=size, stored_bytes=size,
+            backward_moved_bytes=2 * size, m=self.tokens, n=model.seq_len, k=columns,
+        )  # fmt: skip
+        return (indexer, *core)
+
     def _feed_forward(
         self, name: str, *, rows: float, inner: float, stored: float = 0.0, batch: float = 1.0,
-        **more: Any,
+        width: int = 0, **more: Any,
     ) -> tuple[Operator, ...]:  # fmt: skip
         """Return two products and the activation between; ``stored`` of the first one's input."""
         model, size = self.model, self.width * rows * inner * batch
@@ -346,11 +441,11 @@ class _Share:
             kept, kernels = 3, 2
         after = more.pop("after", "")
         return (
-            _gemm(f"{name} up", rows, gates * inner, model.hidden, stored, batch=batch,
+            _gemm(f"{name} up", rows, gates * inner, width or model.hidden, stored, batch=batch,
                   after=after, **more),
             _moving(f"{name} activation", passes * size, back * size, stored_bytes=kept * size,
                     kernels=kernels),
-            _gemm(f"{name} down", rows, model.hidden, inner, size, batch=batch,
+            _gemm(f"{name} down", rows, width or model.hidden, inner, size, batch=batch,
                   after="activation", **more),
         )  # fmt: skip
 
@@ -370,7 +465,8 @@ class _Share:
         tokens, t, h = self.tokens, shape.tensor, self.model.hidden
         # The group waits for its fullest rank.
         visits = (device.expert_imbalance if shape.expert > 1 else 1.0) * tokens * moe.top_k
-        sent = self.width * visits / shape.sequence_split * h
+        each = moe.latent or h
+        sent = self.width * visits / shape.sequence_split * each
         local = moe.num_experts / shape.expert
         # The whole expert group's tokens meet this rank's experts. Either t ranks split each expert
         # and have all tokens, or each has its own experts and its share of the tokens.
@@ -389,20 +485,29 @@ class _Share:
         if moe.shared_ffn:
             shared = self._feed_forward("shared expert", rows=tokens, inner=moe.shared_ffn / t)
             shared += self._tensor_message("shared expert") if split < t else ()
-        gathered = self._tensor_message("experts", visits / tokens) if split == t else ()
+        gathered = self._tensor_message("experts", visits / tokens * each / h) if split == t else ()
+        to, back = self._latent_products(each)
         # Narrow products want rows in multiples of their scales' blocks: each expert's are copied
         # into such a place, and back out of it.
-        entered = self.width * rows * local * h
+        entered = self.width * rows * local * each
         pads = device.dropless and shape.dtype in NARROW
         padding = (_moving("padding", 2 * entered, 2 * entered),) * pads
         return (
             _gemm("router", tokens / shape.sequence_split, moe.num_experts, h, self.input_bytes,
                   kernels=6),
-            moves, *exchange, *gathered, *padding,
+            *to, moves, *exchange, *gathered, *padding,
             *self._feed_forward("experts", rows=rows, inner=moe.expert_ffn / split, stored=entered,
-                                batch=local, grouped=True),
-            *padding, *exchange, moves, *shared,
+                                batch=local, width=each, grouped=True),
+            *padding, *exchange, moves, *back, *shared,
         )  # fmt: skip
+
+    def _latent_products(self, width: int) -> tuple[tuple[Operator, ...], tuple[Operator, ...]]:
+        """Return the products to the experts' width and back, where theirs is another."""
+        tokens, h = self.tokens / self.shape.sequence_split, self.model.hidden
+        if not self.model.matrices("latents"):
+            return (), ()
+        to = _gemm("latent in", tokens, width, h)
+        return (to,), (_gemm("latent out", tokens, h, width, self.width * tokens * width),)
 
     def _convolutions(self) -> Iterator[Operator]:
         """Yield a mean residual block: each stage's products, by its share of the blocks."""

@@ -10,9 +10,11 @@ from typing import Any
 
 from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.files import read_toml
+from fivefold.reading import Reading
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy.cluster import Cluster, check_keys, read_fields
+from fivefold.strategy.hugging_face import is_configuration, read_model
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, model_from_table, with_adapters
@@ -29,11 +31,13 @@ class Job:
         model: What is trained.
         space: Which plans are looked at.
         plan: A plan to be judged instead of searched for, or None.
+        reading: What was read of the model's configuration, where it is another program's.
     """
 
     model: ModelSpec
     space: SearchSpace
     plan: ParallelPlan | None = None
+    reading: Reading | None = None
 
 
 def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
@@ -80,12 +84,12 @@ def job_from_table(
         require_whole(f"{name} in {where}", value, most=most)
     if cluster is not None:
         cluster.require(gpus)
-    model = _model(table["model"], seq_len=seq_len, folder=folder)
+    model, reading = _model(table["model"], seq_len=seq_len, folder=folder)
     model = with_adapters(model, table.get("adapters"))
     search = _search_of(table)
     space = SearchSpace(**{"num_gpus": gpus, "global_batch": table["global_batch"], **search})
     plan = None if "plan" not in table else _plan_of(table, where=where, num_gpus=space.num_gpus)
-    return Job(model=model, space=space, plan=plan)
+    return Job(model=model, space=space, plan=plan, reading=reading)
 
 
 def _plan_of(table: Mapping[str, Any], *, where: str, num_gpus: int) -> ParallelPlan:
@@ -121,14 +125,18 @@ def _search_of(table: Mapping[str, Any]) -> dict[str, Any]:
     return search
 
 
-def _model(source: Any, *, seq_len: int | None, folder: Path) -> ModelSpec:
+def _model(source: Any, *, seq_len: int | None, folder: Path) -> tuple[ModelSpec, Reading | None]:
+    """Return the model, and the account of its file where it is a ``config.json``."""
     if isinstance(source, str):
         beside = folder / source
-        return load_model(str(beside) if beside.exists() else source, seq_len=seq_len)
+        path = str(beside) if beside.exists() else source
+        if is_configuration(path):
+            return read_model(path, seq_len=seq_len)
+        return load_model(path, seq_len=seq_len), None
     extra = {} if seq_len is None else {"seq_len": seq_len}
     if isinstance(source, Mapping):
         source = {"name": "model", **source, **extra}
-    return model_from_table(source, where="[model]")
+    return model_from_table(source, where="[model]"), None
 
 
 def plan_to_toml(plan: ParallelPlan) -> str:

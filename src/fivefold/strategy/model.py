@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fivefold.errors import ConfigurationError
 from fivefold.strategy.parts import (
     MODULES,
+    Block,
     ConvolutionStage,
     LatentAttention,
     LowRankAdapters,
@@ -61,6 +62,10 @@ class ModelSpec:
             a residual. Either one letter a layer (``M-M*-``), or a word a layer (``M- ME *-``);
             a pattern of fewer layers than ``num_layers`` repeats. Empty: attention and a
             feed-forward part in every layer.
+        blocks: What further small letters of ``pattern`` stand for.
+        vectors: Parameters that no product has (norms, biases), by letter of a block, of
+            "embedding" and of "head", where they are not those that ``biases`` says: one norm a
+            block, and a bias for every column.
         adapters: What is trained beside frozen weights; None: everything is trained.
         stages: Convolution stages; then the transformer's sizes are ignored.
 
@@ -99,10 +104,14 @@ class ModelSpec:
     latent: LatentAttention | None = None
     mamba: MambaMixer | None = None
     pattern: str = ""
+    blocks: tuple[Block, ...] = ()
+    vectors: tuple[tuple[str, int], ...] = ()
     adapters: LowRankAdapters | None = None
     stages: tuple[ConvolutionStage, ...] = field(default=())
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "vectors", tuple(tuple(pair) for pair in self.vectors))
         check_positive(self, "num_layers", "hidden", "num_heads", "seq_len", "vocab", "patch")
         check_not_negative(self, "window", "predicted_tokens")
         if self.windowed_layers is not None:
@@ -139,10 +148,30 @@ class ModelSpec:
         """Return the blocks of a letter, over the number of layers."""
         return sum(share * kind.count(block) for share, kind in self.layer_kinds)
 
+    @functools.cached_property
+    def parts_of(self) -> dict[str, tuple[str, ...]]:
+        """Return the letters of the model's blocks, and the parts whose matrices each has."""
+        own: dict[str, tuple[str, ...]] = {block.letter: (block.letter,) for block in self.blocks}
+        return BLOCKS | own
+
+    @functools.cached_property
+    def other(self) -> dict[str, Block]:
+        """Return the blocks that small letters stand for."""
+        return {block.letter: block for block in self.blocks}
+
+    def vectors_of(self, name: str) -> int | None:
+        """Return what ``vectors`` says of a letter, of "embedding" or of "head"."""
+        return next((count for key, count in self.vectors if key == name), None)
+
+    def norms_of(self, letter: str) -> int:
+        """Return the parameters of a block that no tensor group splits: norms, known biases."""
+        found = self.vectors_of(letter)
+        return self.norm_parameters if found is None else found
+
     @property
     def norms_per_layer(self) -> float:
-        """Return the blocks of a mean layer, each with a norm of its own."""
-        return sum(share * len(kind) for share, kind in self.layer_kinds)
+        """Return the parameters of norms of a mean layer."""
+        return sum(self.share_of(letter) * self.norms_of(letter) for letter in self.parts_of)
 
     @property
     def ffn_width(self) -> int:
@@ -176,8 +205,9 @@ class ModelSpec:
         """Return the matrices of a block.
 
         Args:
-            part: "attention", "mamba", "dense", "experts", "router" or "shared" (the experts that
-                every token visits).
+            part: "attention", "mamba", "dense", "experts", "latents" (products to the experts'
+                width and back), "router", "shared" (the experts that every token visits), or the
+                letter of another block.
         """
         if part == "attention":
             return self._latent_matrices() if self.latent else self._attention_matrices()
@@ -185,6 +215,8 @@ class ModelSpec:
             return self._mamba_matrices()
         if part == "dense":
             return self._feed_forward_matrices(self.ffn_width)
+        if part in self.other:
+            return self.other[part].matrices
         return self._expert_matrices(part)
 
     def _expert_matrices(self, part: str) -> tuple[WeightMatrix, ...]:
@@ -195,7 +227,16 @@ class ModelSpec:
             return (WeightMatrix("router", self.hidden, moe.num_experts, "none"),)
         if part == "shared":
             return self._feed_forward_matrices(moe.shared_ffn)
-        return self._feed_forward_matrices(moe.expert_ffn, count=moe.num_experts)
+        if part == "latents":
+            if not moe.latent:
+                return ()
+            return (
+                WeightMatrix("latent_in", self.hidden, moe.latent, "none"),
+                WeightMatrix("latent_out", moe.latent, self.hidden, "none"),
+            )
+        return self._feed_forward_matrices(
+            moe.expert_ffn, count=moe.num_experts, width=moe.latent or self.hidden
+        )
 
     def _attention_matrices(self) -> tuple[WeightMatrix, ...]:
         h, queries, keys = self.hidden, self.num_heads * self.head_width, self.kv_heads
@@ -241,18 +282,21 @@ class ModelSpec:
             WeightMatrix("out_proj", ssm.inner, h, "rows"),
         )
 
-    def _feed_forward_matrices(self, inner: int, *, count: int = 1) -> tuple[WeightMatrix, ...]:
-        ups = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+    def _feed_forward_matrices(
+        self, inner: int, *, count: int = 1, width: int = 0
+    ) -> tuple[WeightMatrix, ...]:
+        ups, width = ("gate_proj", "up_proj") if self.gated else ("up_proj",), width or self.hidden
         return (
-            *(WeightMatrix(name, self.hidden, inner, "columns", count) for name in ups),
-            WeightMatrix("down_proj", inner, self.hidden, "rows", count),
+            *(WeightMatrix(name, width, inner, "columns", count) for name in ups),
+            WeightMatrix("down_proj", inner, width, "rows", count),
         )
 
     @property
     def attention_parameters(self) -> int:
         """Return the parameters of one layer's attention, without norms."""
         columns = (self.num_heads + 2 * self.kv_heads) * self.head_width
-        biases = columns + self.hidden if self.biases and self.latent is None else 0
+        plain = self.biases and self.latent is None and self.vectors_of("*") is None
+        biases = columns + self.hidden if plain else 0
         return _size_of(self.matrices("attention")) + biases
 
     @property
@@ -260,28 +304,33 @@ class ModelSpec:
         """Return the parameters of one Mamba block, without its norm."""
         if self.mamba is None:
             return 0
+        if self.vectors_of("M") is not None:
+            return _size_of(self.matrices("mamba"))
         step_bias = self.mamba.inner if self.mamba.step_rank else 0
         return _size_of(self.matrices("mamba")) + self.mamba.vector_parameters + step_bias
 
     @property
     def dense_parameters(self) -> int:
         """Return the parameters of one dense feed-forward part."""
-        biases = (self.ffn_width + self.hidden) if self.biases else 0
+        plain = self.biases and self.vectors_of("-") is None
+        biases = self.ffn_width + self.hidden if plain else 0
         return _size_of(self.matrices("dense")) + biases
 
     @property
     def routed_parameters(self) -> int:
         """Return the parameters of one layer's routed experts: what expert parallelism splits."""
-        return _size_of(self.matrices("experts"))
+        moe, matrices = self.experts, self.matrices("experts")
+        biased = moe is not None and moe.biases
+        return _size_of(matrices) + biased * sum(one.count * one.outputs for one in matrices)
 
     @property
     def unrouted_parameters(self) -> int:
-        """Return the parameters of one expert layer's router and shared experts."""
-        return _size_of(self.matrices("router") + self.matrices("shared"))
+        """Return the parameters of one expert layer's router, latents and shared experts."""
+        return sum(_size_of(self.matrices(part)) for part in ("router", "latents", "shared"))
 
     def is_adapted(self, matrix: WeightMatrix) -> bool:
         """Return whether a matrix has an adapter."""
-        if self.adapters is None or matrix.module == "router":
+        if self.adapters is None or matrix.module not in MODULES:
             return False
         return not self.adapters.modules or matrix.module in self.adapters.modules
 
@@ -304,13 +353,16 @@ class ModelSpec:
         """Return the parameters of the embedding, with learned positions."""
         if not self.embeds_tokens:
             return (3 * self.patch**2 + self.seq_len) * self.hidden
+        known = self.vectors_of("embedding")
+        if known is not None:
+            return self.vocab * self.hidden + known
         return (self.vocab + (self.seq_len if self.learned_positions else 0)) * self.hidden
 
     @property
     def head_parameters(self) -> int:
         """Return the parameters of the head that are not the embedding's, with the last norm."""
         own = 0 if self.tied else self.vocab * self.hidden
-        return own + self.norm_parameters
+        return own + self.norms_of("head")
 
     @property
     def num_parameters(self) -> int:
@@ -325,11 +377,20 @@ class ModelSpec:
             )
         blocks = sum(
             self._blocks(letter)
-            * (self.unrouted_of(letter) + self.norm_parameters + self.adapter_parameters(*parts))
-            for letter, parts in BLOCKS.items()
+            * (self.unrouted_of(letter) + self.norms_of(letter) + self.adapter_parameters(*parts))
+            for letter, parts in self.parts_of.items()
         )
         blocks += self._blocks("E") * self.routed_parameters
         return blocks + self.embedding_parameters + self.head_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the parameters that a token meets: of routed experts only those it visits."""
+        moe = self.experts
+        if moe is None:
+            return self.num_parameters
+        idle = self.routed_parameters * (moe.num_experts - moe.top_k) // moe.num_experts
+        return self.num_parameters - self._blocks("E") * idle
 
     @property
     def trained_parameters(self) -> int:
@@ -338,11 +399,13 @@ class ModelSpec:
             return self.num_parameters
         return sum(
             self._blocks(letter) * self.adapter_parameters(*parts)
-            for letter, parts in BLOCKS.items()
+            for letter, parts in self.parts_of.items()
         )
 
     def unrouted_of(self, letter: str) -> int:
-        """Return the parameters of a block, without norm and routed experts."""
+        """Return the parameters of a block, without norms and routed experts."""
+        if letter in self.other:
+            return _size_of(self.other[letter].matrices)
         return {
             "*": self.attention_parameters, "M": self.mamba_parameters, "-": self.dense_parameters,
             "E": self.unrouted_parameters,
@@ -366,13 +429,17 @@ class ModelSpec:
         passes = 3.0 if self.adapters is None else 2.0
         again = 1.0 if recompute else 0.0
         layers = 0.0
-        for letter, parts in BLOCKS.items():
+        for letter, parts in self.parts_of.items():
             number = self.num_layers * self.share_of(letter)
             layers += number * (passes + again) * 2.0 * self._active(parts)
             layers += number * (3.0 + again) * 2.0 * self._active(parts, adapters=True)
         scores = self._score_flops()
         scans = 0.0 if self.mamba is None else self.mamba.scan_flops
         mixers = self.share_of("*") * scores + self.share_of("M") * scans
+        mixers += sum(
+            self.share_of(letter) * block.flops(self.seq_len, causal=self.causal)
+            for letter, block in self.other.items()
+        )
         layers += self.num_layers * (3.0 + again) * mixers
         head = 2.0 * self.hidden * self.vocab
         if not self.embeds_tokens:
@@ -404,9 +471,10 @@ class ModelSpec:
 
 
 BLOCKS = {
-    "*": ("attention",), "M": ("mamba",), "-": ("dense",), "E": ("experts", "router", "shared"),
+    "*": ("attention",), "M": ("mamba",), "-": ("dense",),
+    "E": ("experts", "router", "latents", "shared"),
 }  # fmt: skip
-"""Letters of a pattern, and the parts whose matrices such a block has."""
+"""The usual letters of a pattern, and the parts whose matrices such a block has."""
 
 
 def _layers_of(pattern: str, num_layers: int) -> list[str]:
@@ -417,11 +485,14 @@ def _layers_of(pattern: str, num_layers: int) -> list[str]:
 
 def _pattern_problem(model: ModelSpec) -> tuple[str, str] | None:
     layers = _layers_of(model.pattern, model.num_layers)
-    unknown = sorted(set("".join(layers)) - set(BLOCKS))
+    unknown = sorted(set("".join(layers)) - set(model.parts_of))
     used = set("".join(layers))
     moe = model.experts
     rules = (
-        (bool(unknown), f"pattern has {''.join(unknown)!r}", f"use {' '.join(BLOCKS)}"),
+        (bool(unknown), f"pattern has {''.join(unknown)!r}", f"use {' '.join(model.parts_of)}"),
+        (bool(model.blocks) and not set(model.other) <= used,
+         f"pattern has no {' '.join(sorted(set(model.other) - used))}, which blocks describe",
+         "leave the block out, or say which layers have it"),
         (bool(layers) and model.num_layers % max(len(layers), 1) > 0,
          f"a pattern of {len(layers)} layers does not repeat to num_layers={model.num_layers}",
          "a letter a layer, or a word a layer"),
@@ -446,9 +517,9 @@ def _adapters_problem(model: ModelSpec) -> tuple[str, str] | None:
         return None
     if model.stages or model.predicted_tokens:
         return "adapters cannot be said beside stages or predicted_tokens", "leave one of them out"
-    used = [letter for letter in BLOCKS if model.share_of(letter)]
-    has = {m.module for letter in used for part in BLOCKS[letter] for m in model.matrices(part)}
-    has.discard("router")
+    used = [letter for letter in model.parts_of if model.share_of(letter)]
+    parts = [part for letter in used for part in model.parts_of[letter]]
+    has = {m.module for part in parts for m in model.matrices(part)} & set(MODULES)
     lacks = [name for name in model.adapters.modules if name not in has]
     if lacks:
         known = ", ".join(name for name in MODULES if name in has)

@@ -1,4 +1,4 @@
-"""Parts of a model: experts, latent attention, state space layers, adapters, convolution stages."""
+"""Parts of a model: experts, latent attention, state space layers, other blocks, adapters."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class MixtureOfExperts:
         groups: Groups into which experts are divided for routing.
         top_groups: Groups that the experts of one token come from; None: any.
         every: One layer in ``every`` has experts, of those that are not leading.
+        latent: Width at which the routed experts work: a token is projected to it before they are
+            visited, and back behind them; 0: the width of the residual stream.
+        biases: Routed experts' products have biases.
 
     Raises:
         ConfigurationError: A count is not positive, or ``top_k`` is more than the experts.
@@ -36,12 +39,14 @@ class MixtureOfExperts:
     every: int = 1
     groups: int = 1
     top_groups: int | None = None
+    latent: int = 0
+    biases: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self, "num_experts", "top_k", "expert_ffn", "every", "groups")
         if self.top_groups is not None:
             check_positive(self, "top_groups")
-        check_not_negative(self, "shared_ffn", "dense_layers")
+        check_not_negative(self, "shared_ffn", "dense_layers", "latent")
         if self.top_k > self.num_experts:
             message = f"top_k={self.top_k} is more than num_experts={self.num_experts}"
             raise ConfigurationError(message, hint="each token visits at most every expert once")
@@ -153,6 +158,86 @@ class MambaMixer:
             return 9.0 * self.state * self.inner
         inside = 2.0 * self.chunk * (self.groups * self.state + self.inner)
         return inside + 4.0 * self.state * self.inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Scores of queries with keys, and their weighted values.
+
+    Args:
+        heads: Heads of the queries.
+        kv_heads: Heads of keys and values.
+        width: Width of a head's query and key.
+        value_width: Width of a head's value.
+        window: Tokens that a token looks back to; 0: all.
+        chosen: Tokens that a token's indexer chooses; 0: all.
+        every: Tokens that one key stands for.
+        index_columns: Columns of the indexer's queries, all heads: their scores with its one key of
+            every token come first.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    window: int = 0
+    chosen: int = 0
+    every: int = 1
+    index_columns: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "heads", "kv_heads", "width", "value_width", "every")
+        check_not_negative(self, "window", "chosen", "index_columns")
+
+    def share(self, seq_len: int, *, causal: bool) -> float:
+        """Return the share of a sequence's scores that is computed, causal mask apart."""
+        share = 1.0 / self.every
+        for tokens in (self.window, self.chosen):
+            if tokens:
+                share = min(share, tokens / seq_len * (2 if causal else 1))
+        return share
+
+    def flops(self, seq_len: int, *, causal: bool) -> float:
+        """Return the FLOPs of a token, scores of the indexer included."""
+        of_heads = self.heads * (self.width + self.value_width)
+        indexed = 2.0 * self.index_columns / self.every
+        return seq_len * (2.0 * of_heads * self.share(seq_len, causal=causal) + indexed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A block of a layer that is none of the four usual ones: its products and what lies between.
+
+    Args:
+        letter: What stands for it in ``pattern``: one small letter.
+        name: For people, such as "gated delta net".
+        matrices: Products, those that read the residual stream first and those that write it last.
+        scores: Attention between them, one for each kind.
+        scan_flops: FLOPs of a token in a recurrence between them.
+
+    References:
+        Yang et al., arXiv 2412.06464 (gated delta net).
+    """
+
+    letter: str
+    name: str
+    matrices: tuple[WeightMatrix, ...]
+    scores: tuple[Scores, ...] = ()
+    scan_flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "matrices", tuple(self.matrices))
+        object.__setattr__(self, "scores", tuple(self.scores))
+        if len(self.letter) != 1 or not self.letter.islower():
+            message = f"letter={self.letter!r} of block {self.name!r} is no small letter"
+            raise ConfigurationError(message, hint="letters a to z are free; M, E, * and - are not")
+        if not self.matrices:
+            raise ConfigurationError(f"block {self.name!r} has no products", hint="give matrices")
+
+    def flops(self, seq_len: int, *, causal: bool) -> float:
+        """Return the FLOPs of a token between the products."""
+        scores = (one.flops(seq_len, causal=causal) for one in self.scores)
+        return self.scan_flops + sum(scores)
 
 
 MODULES = (

@@ -248,9 +248,22 @@ def _axis_problems(model: ModelSpec, plan: ParallelPlan) -> Iterator[str]:
         yield f"the sequence of {model.seq_len} is not split evenly"
     if mamba is not None and plan.context > 1:
         yield "layers of Mamba are not split by context: their scan crosses the sequence"
+    yield from _block_problems(model, plan)
     groups = 0 if mamba is None else mamba.heads if mamba.step_rank else mamba.groups
     if groups % tensor:
         yield f"tensor={tensor} does not divide groups={groups} of the Mamba layers"
+
+
+def _block_problems(model: ModelSpec, plan: ParallelPlan) -> Iterator[str]:
+    for block in model.blocks:
+        if block.scan_flops and plan.context > 1:
+            yield f"{block.name} is not split by context: its scan crosses the sequence"
+        if any(scores.heads % plan.tensor for scores in block.scores):
+            yield f"tensor={plan.tensor} does not divide the heads of {block.name}"
+        for one in block.matrices:
+            columns = {"columns": one.outputs, "rows": one.inputs, "none": 0}[one.split]
+            if columns % plan.tensor:
+                yield f"tensor={plan.tensor} does not divide {one.module} of {block.name}"
 
 
 def _layer_problems(model: ModelSpec, plan: ParallelPlan) -> Iterator[str]:
