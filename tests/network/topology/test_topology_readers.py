@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.collectives.pricing import Group, collective_time_s, fabric_from_topology, software_of
+from fivefold.collectives.pricing import Group, collective_time_s, fabric_from_topology
+from fivefold.collectives.pricing.software import software_of
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.network.topology import named_topology, parse_topology
 from fivefold.network.topology.text import topology_with_reading
