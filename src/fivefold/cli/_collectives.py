@@ -58,7 +58,7 @@ with later():
         to_msccl_xml,
         to_mscclpp_json,
     )
-    from fivefold.collectives.pricing import Software, software_of
+    from fivefold.collectives.pricing.software import Software, software_of
     from fivefold.collectives.schedules import (
         Schedule,
         draw_schedule,

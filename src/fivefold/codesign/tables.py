@@ -11,6 +11,7 @@ import heapq
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,6 +42,10 @@ _HARMLESS = {
     **dict.fromkeys(("exitcode", "derivedexitcode", "comment"), "how it ended"),
     **dict.fromkeys(("partition", "qos", "priority"), "how it was queued: it ran when it ran"),
 }
+_SACCT = (
+    "sacct --parsable2 --allocations --format=JobID,Submit,Start,End,AllocTRES writes what is "
+    "needed"
+)
 _NO_TIME = {"", "unknown", "none", "n/a", "invalid"}
 
 
@@ -122,7 +127,7 @@ def read_job_table(path: Path, told: TableTold) -> tuple[list[TableJob], Reading
         reading.take(label)
         jobs.append(found)
     if not jobs:
-        raise DataError(f"{path} has no job that ran on GPUs", hint="give sacct --allocations")
+        raise DataError(f"{path} has no job that ran on GPUs{_whys(reading)}", hint=_SACCT)
     if told.compute_s is not None:
         reading.take("--compute", f"{told.compute_s:g} s an iteration, as told")
     reading.take("--gradients", f"{told.gradient_bytes} bytes an iteration, as told")
@@ -136,6 +141,12 @@ def read_job_table(path: Path, told: TableTold) -> tuple[list[TableJob], Reading
     first_s = min(job.start_s for job in jobs)
     jobs.sort(key=lambda job: (job.start_s, job.job_id))
     return [_later(job, -first_s) for job in jobs], reading
+
+
+def _whys(reading: Reading) -> str:
+    """Return why rows were left out, and how many for each reason."""
+    counts = Counter(note.why for note in reading.left_out if note.name.startswith("row "))
+    return "".join(f"; {why} ({number} rows)" for why, number in counts.most_common(3))
 
 
 def _later(job: TableJob, by_s: float) -> TableJob:
@@ -223,8 +234,7 @@ def _require(chosen: Mapping[str, str], told: TableTold, path: Path) -> None:
     if missing:
         raise DataError(
             f"{path} has no column that says {missing[0]}",
-            hint="sacct --parsable2 --allocations --format=JobID,Submit,Start,End,AllocTRES writes "
-            "all that is needed",
+            hint=_SACCT,
         )
     if told.gradient_bytes is None:
         message = f"{path} does not say what an iteration of its jobs sends"

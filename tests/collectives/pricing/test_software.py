@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.collectives.pricing import SOFTWARE, software_of
+from fivefold.collectives.pricing.software import SOFTWARE, software_of
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import named_topology, parse_topology, switch
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.collectives.pricing import Group, collective_time_s, fabric_from_topology
+from fivefold.collectives.pricing.software import software_of
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.network.topology import named_topology, parse_topology
 from fivefold.network.topology.text import topology_with_reading
@@ -177,6 +178,26 @@ def test_eight_gpus_with_all_links_to_each_sit_on_a_switch(tmp_path):
     plane = next(node.name for node in found.nodes if node.kind == "nvswitch")
     assert rate(found, "gpu5", plane) == rate(named_topology("dgx_h100"), "gpu5", "nvswitch0")
     assert "nvswitch" not in {note.name for note in reading.decisive()}
+
+
+def test_a_dump_of_rccl_is_of_amd_s_gpus(tmp_path):
+    text = re.sub(r' sm="80"', ' sm="94" gcn="gfx942"', NCCL).replace("nvlink", "xgmi")
+    text = re.sub(
+        r'target="0000:c.:00.0" count="6" tclass="0x068000"',
+        'target="0000:20:00.0" count="1"',
+        text,
+        count=1,
+    )
+    found, _ = read(tmp_path, text)
+    assert rate(found, "amdgpu1", "amdgpu0") == 64e9  # MI300X: seven links of 64 GB/s
+    assert software_of(found).key == "rccl"
+
+
+def test_bridges_of_one_address_stay_two(tmp_path):
+    text = NCCL.replace('0000:20:00.0" class="0x030200', '0000:10:00.0" class="0x030200')
+    twice = text.replace("</cpu>", '<pci busid="0000:10:00.0" class="0x060400"/></cpu>', 1)
+    found, _ = read(tmp_path, twice)
+    assert sum(node.name.startswith("pci 0000:10:00.0") for node in found.nodes) == 2
 
 
 def test_a_cloud_s_file_without_nvlinks_may_be_told_them(tmp_path):

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
-from fivefold.collectives.pricing import SOFTWARE, Software
-from fivefold.collectives.pricing.software import ENGINE_MESSAGE_S
+from fivefold.collectives.pricing.software import ENGINE_MESSAGE_S, SOFTWARE, Software
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import ConfigurationError, require_number, require_one_of, require_whole
 from fivefold.network.aggregation import AggregationOptions

@@ -20,9 +20,8 @@ from fivefold.collectives.algorithms import available_algorithms, build_algorith
 from fivefold.collectives.execution._settings import Settings, lowered, registered_algorithms
 from fivefold.collectives.lowering import Program
 from fivefold.collectives.lowering.machine import run_order
-from fivefold.collectives.pricing import Software
 from fivefold.collectives.pricing.phases import ranks_by_host
-from fivefold.collectives.pricing.software import Protocol
+from fivefold.collectives.pricing.software import Protocol, Software
 from fivefold.collectives.schedules import (
     Collective,
     Schedule,

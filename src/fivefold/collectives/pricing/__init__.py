@@ -7,16 +7,5 @@ prices; on a graph it is a schedule that is walked, or phases of flows, which a 
 from fivefold.collectives.pricing._price import price_s
 from fivefold.collectives.pricing.closed_form import collective_time_s
 from fivefold.collectives.pricing.fabric import FabricSpec, Group, Tier, fabric_from_topology
-from fivefold.collectives.pricing.software import SOFTWARE, Software, software_of
 
-__all__ = [
-    "SOFTWARE",
-    "FabricSpec",
-    "Group",
-    "Software",
-    "Tier",
-    "collective_time_s",
-    "fabric_from_topology",
-    "price_s",
-    "software_of",
-]
+__all__ = ["FabricSpec", "Group", "Tier", "collective_time_s", "fabric_from_topology", "price_s"]

@@ -65,7 +65,7 @@ class Software:
         work_s: Processor time of one message, at both ends together.
         shared_link_share: What a link carries where several connections meet on it.
         source: Where the numbers come from.
-        ranks: How names of ranks begin on the machines that it is for.
+        ranks: How names of ranks may begin on the machines that it is for; none: in any way.
         kind: Kind of those ranks.
     """
 
@@ -75,7 +75,7 @@ class Software:
     work_s: float = 0.0
     shared_link_share: float = 1.0
     source: str
-    ranks: str = ""
+    ranks: tuple[str, ...] = ("",)
     kind: str = "gpu"
 
     def default_s(self, topology: Topology, kind: str, *, size_bytes: float) -> float:
@@ -129,7 +129,7 @@ _ALL = (
         ),
         source="NVIDIA/nccl, src/graph/tuning.cc: baseLatencies, hwLatencies of rings on NVLink "
         "and network; topo.h: 20 of 25 GB/s of an NVLink",
-        ranks="gpu",
+        ranks=("gpu",),
     ),
     Software(
         key="rccl",
@@ -139,7 +139,7 @@ _ALL = (
         ),
         source="ROCm/rccl, src/graph/tuning.cc: baseLat, and hwLat of tuning_model_5 (rings on "
         "xGMI, and on the network LL's ring and Simple's tree); the share is NCCL's",
-        ranks="gcd",
+        ranks=("gcd", "amdgpu"),
     ),
     Software(
         key="gloo",

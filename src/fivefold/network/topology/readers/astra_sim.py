@@ -43,12 +43,11 @@ def read(text: str, source: Source, *, name: str) -> Topology:
         raise ConfigurationError(message, hint="add a dimension to the file")
     kinds, counts, rates, delays = _lists(_table(text, source), where)
     reading.assume("GB", "2^30 bytes", "as ASTRA-sim's own code counts them")
-    inner = counts[0] if len(counts) > 1 else 0
-    if inner:
-        reading.assume("hosts", inner, "the NPUs of the first dimension are one machine")
+    inner = counts[0]
+    reading.assume("NPUs of a host", inner, "those of the first dimension are one machine")
     builder = Builder()
     for npu in range(math.prod(counts)):
-        builder.node(f"npu{npu}", "gpu", host=f"host{npu // inner}" if inner else None)
+        builder.node(f"npu{npu}", "gpu", host=f"host{npu // inner}")
     for place, kind in enumerate(kinds):
         if counts[place] > 1:
             wire = Wire(rates[place] * _GIBI, delays[place] * 1e-9)

@@ -158,6 +158,7 @@ class _Machine:
         self.builder = Builder()
         self.ports: list[Port] = []
         self._misplaced: dict[str, list[int]] = {}
+        self._bridges: set[str] = set()
         self._links: list[tuple[_Device, XmlElement]] = []  # of NVLink and its like
         self._switch_links: list[tuple[_Device, XmlElement]] = []
         self._cpus: dict[str, XmlElement] = {}
@@ -220,6 +221,9 @@ class _Machine:
             self._leave_out(device)
             if device.kind == "pcie":
                 device.name = f"{host}/pci {_place(child)}"
+                while device.name in self._bridges:  # as NCCL, which keeps both
+                    device.name += "'"
+                self._bridges.add(device.name)
             if device.kind != "other":
                 yield device
             if device.kind == "pcie":
@@ -247,8 +251,10 @@ class _Machine:
         """Make the nodes in the order of ranks, and the links."""
         gpus = self._gpus()
         prefix = len(self._hosts) > 1
+        amd = any(gpu.gpu is not None and "gcn" in gpu.gpu.attributes for gpu in gpus)
         for number, gpu in enumerate(gpus):
-            gpu.name = f"{gpu.host}/gpu{number}" if prefix else f"gpu{number}"
+            name = f"{'amdgpu' if amd else 'gpu'}{number}"
+            gpu.name = f"{gpu.host}/{name}" if prefix else name
             self.builder.node(gpu.name, "gpu", host=gpu.host)
         bare = {
             name: name if prefix else name.removeprefix(f"{name.partition('/')[0]}/")
