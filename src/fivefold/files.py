@@ -39,13 +39,10 @@ from fivefold.errors import (
 from fivefold.units import format_bytes
 
 __all__ = [
-    "XmlElement",
     "free_bytes",
     "nearest_file",
     "parse_json",
     "parse_toml",
-    "parse_xml",
-    "parse_yaml",
     "read_bytes",
     "read_checked_json",
     "read_json",
