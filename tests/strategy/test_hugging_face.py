@@ -249,6 +249,11 @@ def test_a_size_that_is_no_whole_number_is_refused(key, value):
         model_from_hugging_face({**config, key: value})
 
 
+def test_more_layers_than_any_model_has_are_refused_at_once():
+    with pytest.raises(DataError, match="num_hidden_layers=1000000000 is more than 10,000"):
+        model_from_hugging_face({**PLAIN, "num_hidden_layers": 10**9})
+
+
 # Published totals and parameters that a token meets, without the embedding where the authors leave
 # it out, in billions: arXiv 2508.10925 (table 1), 2505.09388 and the model's card.
 @pytest.mark.parametrize(
