@@ -62,8 +62,8 @@ def test_a_changed_key_changes_the_parameters_as_in_transformers(family, change)
     assert outcome.kind == "equal", outcome.said
 
 
-# A class for each kind of layer; windows and choices as long as the sample, as transformers
-# computes scores that it masks. Mamba-2 is not here: what transformers runs without its kernels is no scan.
+# A class for each kind of layer; windows and choices are as long as the sample, as transformers
+# computes scores that it masks. Mamba-2 is not here: what it runs without kernels is no scan.
 KINDS = {
     "llama": {}, "falcon": {}, "cohere2": {"sliding_window": 64}, "gpt_neox": {}, "qwen3_moe": {},
     "deepseek_v32": {"index_topk": 64, "num_key_value_heads": 4}, "lfm2": {},
