@@ -97,11 +97,8 @@ def count_of_theirs(config: Any) -> int:
             model = transformers.AutoModelForImageClassification.from_config(config)
         else:
             model = transformers.AutoModel.from_config(config)
-            head = (
-                0
-                if getattr(config, "tie_word_embeddings", False)
-                else config.vocab_size * config.hidden_size
-            )
+            own = not getattr(config, "tie_word_embeddings", False)
+            head = int(own) * int(config.vocab_size) * int(config.hidden_size)
             return head + sum(one.numel() for one in model.parameters())
     return sum(one.numel() for one in model.parameters())
 

@@ -62,8 +62,8 @@ def test_a_changed_key_changes_the_parameters_as_in_transformers(family, change)
     assert outcome.kind == "equal", outcome.said
 
 
-# A class for each kind of layer; windows and choices as long as the sample, as transformers
-# computes scores that it masks. Mamba-2 is not here: what transformers runs without its kernels is no scan.
+# A class for each kind of layer; windows and choices are as long as the sample, as transformers
+# computes scores that it masks. Mamba-2 is not here: what it runs without kernels is no scan.
 KINDS = {
     "llama": {}, "falcon": {}, "cohere2": {"sliding_window": 64}, "gpt_neox": {}, "qwen3_moe": {},
     "deepseek_v32": {"index_topk": 64, "num_key_value_heads": 4}, "lfm2": {},
@@ -247,6 +247,11 @@ def test_a_size_that_is_no_whole_number_is_refused(key, value):
     config, _ = COUNTED[family]
     with pytest.raises(DataError, match=f"{key} of the model's configuration must be"):
         model_from_hugging_face({**config, key: value})
+
+
+def test_more_layers_than_any_model_has_are_refused_at_once():
+    with pytest.raises(DataError, match="num_hidden_layers=1000000000 is more than 10,000"):
+        model_from_hugging_face({**PLAIN, "num_hidden_layers": 10**9})
 
 
 # Published totals and parameters that a token meets, without the embedding where the authors leave

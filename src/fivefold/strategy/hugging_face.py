@@ -59,6 +59,7 @@ _ACTIVATIONS = frozenset(
         "bfloat16",
     ]
 )
+_MOST_LAYERS = 10_000
 _OWN_GATE = {"swiglu", "swigluoai", "geglu"}
 
 
@@ -259,6 +260,9 @@ class _Reader:
         if pattern:
             return [[self._lettered(letter)] for letter in pattern_letters(keys)]
         count = keys.size("layers")
+        if count > _MOST_LAYERS:  # each is looked at
+            message = f"{keys.names_of('layers')}={count} is more than {_MOST_LAYERS:,} layers"
+            raise DataError(message, hint="is it the config.json of a transformer?")
         kinds, seconds = mixers(keys, count), feed_forwards(keys, count)
         made = functools.cache(self._layer)
         own = self._own_keys(count)
