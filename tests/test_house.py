@@ -64,7 +64,6 @@ MAY_IMPORT["cli"] = set(MAY_IMPORT) - {"testing"}  # the one room above all
 # Rooms within a room, each importing only those before it.
 INNER_ORDER = {
     "moe": ["routing", "kernels", "operator", "parallel"],
-    "strategy": ["recipes"],
     "network": ["topology", "profiling", "simulation", "aggregation"],
     "collectives": ["schedules", "algorithms", "pricing", "synthesis", "lowering", "execution"],
     "gnn": [

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from fivefold.errors import FivefoldError
 from fivefold.files import parse_toml, parse_yaml, read_text
-from fivefold.strategy.recipes._texts import (
+from fivefold.strategy._recipes.texts import (
     Script,
     flags_of,
     leaves,
     python_settings,
     read_script,
 )
-from fivefold.strategy.recipes._told import Setting
+from fivefold.strategy._recipes.told import Setting
 
 Program = Literal[
     "fivefold", "megatron", "torchtitan", "nemo", "automodel", "primus", "bridge", "nemo-rl"

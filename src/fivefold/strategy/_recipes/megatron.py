@@ -11,11 +11,11 @@ import re
 from typing import Any
 
 from fivefold.strategy._launchers import chunk_layout
+from fivefold.strategy._recipes.models import named_model
+from fivefold.strategy._recipes.told import Told, UnknownError
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import LatentAttention, MambaMixer, MixtureOfExperts
 from fivefold.strategy.plan import ParallelPlan
-from fivefold.strategy.recipes._models import named_model
-from fivefold.strategy.recipes._told import Told, UnknownError
 
 Recipe = tuple[ModelSpec, ParallelPlan]
 _DEGREES = {

@@ -328,7 +328,7 @@ class _Rule:
 @functools.cache
 def _rules(program: str) -> tuple[_Rule, ...]:
     """Return the fates of flags that no reader reads, of a program and of all."""
-    text = (files("fivefold.strategy.recipes") / "flags.toml").read_text(encoding="utf-8")
+    text = (files("fivefold.strategy._recipes") / "flags.toml").read_text(encoding="utf-8")
     table = tomllib.loads(text)
     found = []
     parts = ("megatron", "automodel") if program in {"nemo", "primus", "bridge"} else (program,)

@@ -1,4 +1,8 @@
-"""Verdicts on recipes: each is read, priced, and judged with the account of what was read."""
+"""Recipes of other programs, checked before anyone waits for a GPU: are they valid, do they fit.
+
+Each is read by its program's own words and rules, priced as every plan is, and judged with the
+account of what was read: what something assumed or left out could turn over is "unknown".
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,16 @@ from typing import Literal
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.files import read_text
 from fivefold.reading import Reading
+from fivefold.strategy._recipes.automodel import read_automodel
+from fivefold.strategy._recipes.megatron import read_megatron
+from fivefold.strategy._recipes.schemas import Found, Program, recognise
+from fivefold.strategy._recipes.told import RefusedError, Told, UnknownError
+from fivefold.strategy._recipes.torchtitan import read_torchtitan
 from fivefold.strategy.cluster import Cluster
 from fivefold.strategy.cost import PlanPrediction, evaluate_plan
 from fivefold.strategy.job import job_from_table
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
-from fivefold.strategy.recipes._automodel import read_automodel
-from fivefold.strategy.recipes._megatron import read_megatron
-from fivefold.strategy.recipes._schemas import Found, Program, recognise
-from fivefold.strategy.recipes._told import RefusedError, Told, UnknownError
-from fivefold.strategy.recipes._torchtitan import read_torchtitan
 from fivefold.strategy.search import search_plans
 from fivefold.units import format_bytes
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from fivefold.strategy._recipes.models import named_model
+from fivefold.strategy._recipes.told import RefusedError, Told, UnknownError
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
-from fivefold.strategy.recipes._models import named_model
-from fivefold.strategy.recipes._told import RefusedError, Told, UnknownError
 
 _DEGREES = {
     "tensor": "parallelism.tensor_parallel_degree",

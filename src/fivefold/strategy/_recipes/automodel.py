@@ -8,11 +8,11 @@ import math
 import re
 from typing import Any
 
+from fivefold.strategy._recipes.models import named_model
+from fivefold.strategy._recipes.told import Told, UnknownError
 from fivefold.strategy.model import BLOCKS, ModelSpec
 from fivefold.strategy.parts import LowRankAdapters
 from fivefold.strategy.plan import ParallelPlan
-from fivefold.strategy.recipes._models import named_model
-from fivefold.strategy.recipes._told import Told, UnknownError
 
 _DEGREES = {
     "tensor": ("tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),

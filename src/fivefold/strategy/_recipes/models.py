@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from fivefold.strategy._recipes.told import UnknownError
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.presets import load_model, named_models
-from fivefold.strategy.recipes._told import UnknownError
 
 # Words behind a name that change weights, and no sizes.
 _SAME_SIZES = re.compile(
