@@ -23,7 +23,7 @@ from fivefold.strategy.recipes import RecipeVerdict, check_recipes
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "recipes.json"
 RUN_AS_SHIPPED = "tests/functional_tests/test_cases"
 CLUSTERS = {"primus": "mi300x-primus"}  # others are H100's
-TUNED = ("megatron-lm", "nemo-launcher", "automodel")
+TUNED = ("megatron-lm", "nemo-launcher", "automodel", "primus", "nemo-rl")  # looked at before
 REASONS = 6  # that are shown of a folder
 JUDGED = ("ok", "invalid", "memory", "unknown")
 
