@@ -25,7 +25,7 @@ STEP_S = 0.125  # sums of such numbers are exact
 AUTO = AutoTau(initial=4, patience=3)
 HIDES = {
     "co2": CO2(tau=AUTO),
-    "delay-corrected": DelayCorrected(tau=AUTO, fragments=1),
+    "delay-corrected": DelayCorrected(tau=AUTO),
     "overlap": OverlapLocalSGD(tau=AUTO, outer_momentum=0.2),
     "eager": EagerDiLoCo(tau=AUTO),
 }

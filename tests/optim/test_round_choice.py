@@ -230,7 +230,7 @@ PLAIN_CO2 = CO2(
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [*((name, DelayCorrected(tau=AUTO, fragments=1)) for name in LINKS), ("slowest", PLAIN_CO2)],
+    [*((name, DelayCorrected(tau=AUTO)) for name in LINKS), ("slowest", PLAIN_CO2)],
     ids=[*LINKS, "co2"],
 )
 def test_the_engine_takes_what_hides_on_all_ranks_alike(name, rule, clock):

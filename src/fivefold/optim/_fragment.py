@@ -385,8 +385,8 @@ class Fragment:
         """Take in what all ranks wrote; raise or warn where it tells of trouble."""
         state, rank = self._state, self._shared.transport.rank
         self._tell_left_out(reading, round_number=round_number)
-        if rank == 0 and round_number == 0:
-            reading.tell_same_work()
+        if rank == 0 and round_number == 0 and not self._shared.told_same_work:
+            self._shared.told_same_work = reading.tell_same_work()
         reading.require_weights_alike()
         # Those whose payload was left out too; empty slots and newcomers have neither.
         there = enumerate(zip(reading.hash, reading.weight, strict=True))

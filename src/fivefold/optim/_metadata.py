@@ -100,7 +100,7 @@ class MetadataReading:
             )  # fmt: skip
         return len(left_out)
 
-    def tell_same_work(self) -> None:
+    def tell_same_work(self) -> bool:
         """Warn where gradients are averaged beside the engine: then all ranks do the same steps."""
         together = apart = 0
         for hashes in (self.work_0, self.work_1, self.work_2, self.work_3):
@@ -118,6 +118,7 @@ class MetadataReading:
                 "give each rank data of its own (DistributedSampler)",
                 " for some of the optimizers' groups" if apart else "",
             )
+        return together > 0
 
     @classmethod
     def empty(cls, world_size: int) -> MetadataReading:

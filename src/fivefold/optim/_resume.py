@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fivefold.errors import ConfigurationError
 from fivefold.optim._flat import Piece
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._merge import MERGES, MergeTask, outer_coefficients
@@ -62,6 +63,10 @@ def begin_other_rounds(
 ) -> None:
     """Go on with parts that are cut otherwise."""
     live = {n: t for f in fragments for n, t in zip(f.names(), f.tensors(), strict=True)}
+    saved = {name for part in state["fragments"].values() for name in part["tensors"]}
+    if strange := sorted(saved ^ live.keys()):
+        message = f"{strange[0]} is in the saved outer state or in this model, and not in both"
+        raise ConfigurationError(message, hint="resume with the same parameters trainable")
     tensors = _merged_tensors(
         state["fragments"],
         rule=rule,

@@ -122,13 +122,16 @@ _MAY_CHANGE = {
 }
 
 
-def changed_settings(state: object, current: dict[str, Any]) -> set[str]:
+def changed_settings(state: object, current: dict[str, Any], *, sharded: bool = False) -> set[str]:
     """Return which settings a saved state has otherwise, where a run may go on with others.
 
     Raises:
         ConfigurationError: The state is of another rule, or a setting differs that may not.
     """
-    return require_same(state, current, may_change=_MAY_CHANGE)
+    saved = state.get("settings", {}) if isinstance(state, Mapping) else {}
+    # With the same rule another number is that of parameters which joined late.
+    same = sharded or saved.get("rule.fragments") == current.get("rule.fragments")
+    return require_same(state, current, may_change=_MAY_CHANGE - ({"fragments"} if same else set()))
 
 
 def require_same(
@@ -187,5 +190,6 @@ class EngineContext:
     on_reading: Callable[[MetadataReading, int], None]
     # Where the outer state lives; None for beside the parameters.
     outer_device: torch.device | None = None
+    told_same_work: bool = False  # whether a fragment has warned of equal pseudo-gradients
     # Payloads of more than so many times the usual norm are left out; None for no such check.
     outlier_factor: float | None = None

@@ -537,7 +537,7 @@ class OuterSync:
         Raises:
             ConfigurationError: The state is of another rule or model.
         """
-        changed_settings(state.get("shared", {}).get("state"), self._settings())
+        changed_settings(state.get("shared", {}).get("state"), self._settings(), sharded=True)
         self.load_state_dict(self._form().collect(state, self.state_dict()))
 
     def _form(self) -> StateForm:
