@@ -48,9 +48,7 @@ with later():
     from fivefold.collectives.execution import Settings
     from fivefold.collectives.execution.choose import choose
     from fivefold.collectives.lowering import (
-        MSCCL_TARGETS,
         Program,
-        can_run_in_place,
         check_program,
         from_msccl_xml,
         interpret,
@@ -58,6 +56,7 @@ with later():
         to_msccl_xml,
         to_mscclpp_json,
     )
+    from fivefold.collectives.lowering.program import MSCCL_TARGETS, can_run_in_place
     from fivefold.collectives.pricing.software import Software, software_of
     from fivefold.collectives.schedules import (
         Schedule,
@@ -67,7 +66,6 @@ with later():
         verify_schedule,
     )
     from fivefold.collectives.synthesis import (
-        Fit,
         Sketch,
         Synthesis,
         SynthesisOptions,
@@ -225,10 +223,10 @@ def algorithm_text(schedule: Schedule, output: Path, *, target: str, in_place: b
     return schedule.to_json()
 
 
-def _fit_of(output: Path | None, *, target: str, in_place: bool | None) -> Fit | None:
-    """Return what a program's limits ask of the answer; None for a file without limits."""
+def _fit_of(output: Path | None, *, target: str, in_place: bool | None) -> dict[str, Any]:
+    """Return the options by which an answer fits a program's limits; none without limits."""
     if output is None or not (output.suffix == ".xml" or output.name.endswith(".plan.json")):
-        return None
+        return {}
 
     def misfit(schedule: Schedule) -> str | None:
         if schedule.num_transfers > _MOST_LOWERED:
@@ -239,7 +237,8 @@ def _fit_of(output: Path | None, *, target: str, in_place: bool | None) -> Fit |
             return error.message
         return None
 
-    return Fit(f"{''.join(output.suffixes[-2:])} {target} {in_place}", misfit)
+    name = f"{''.join(output.suffixes[-2:])} {target} {in_place}"
+    return {"misfit": misfit, "misfit_name": name}
 
 
 def show_facts(facts: dict[str, Any], *, as_json: bool) -> None:
@@ -379,7 +378,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         root=0 if cut and wanted.root is None else root,
         cache=cache,
         progress=_each_line_once(),
-        fit=_fit_of(output, target=target, in_place=in_place),
+        **_fit_of(output, target=target, in_place=in_place),
     )
     found = synthesize(
         wanted if cut else collective,

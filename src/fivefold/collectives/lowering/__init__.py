@@ -3,15 +3,13 @@
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._lower import lower
 from fivefold.collectives.lowering._mscclpp import to_mscclpp_json
-from fivefold.collectives.lowering._xml import MSCCL_TARGETS, from_msccl_xml, to_msccl_xml
+from fivefold.collectives.lowering._xml import from_msccl_xml, to_msccl_xml
 from fivefold.collectives.lowering.machine import ProgramError, interpret
-from fivefold.collectives.lowering.program import Program, can_run_in_place
+from fivefold.collectives.lowering.program import Program
 
 __all__ = [
-    "MSCCL_TARGETS",
     "Program",
     "ProgramError",
-    "can_run_in_place",
     "check_program",
     "from_msccl_xml",
     "interpret",

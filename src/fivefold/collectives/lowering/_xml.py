@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 from xml.etree import ElementTree as ET
@@ -17,11 +17,13 @@ from xml.etree import ElementTree as ET
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering.machine import ProgramError
 from fivefold.collectives.lowering.program import (
+    MSCCL_TARGETS,
     Buffer,
     Operation,
     OpKind,
     Program,
     RankProgram,
+    Target,
     ThreadBlock,
 )
 from fivefold.collectives.schedules import Collective, named_collective
@@ -61,37 +63,6 @@ _MAX_AWAITED, _MAX_SLOTS = 127, 1 << 15  # blocks waited for in 8 bits, offsets 
 _LARGEST = 1 << 31
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """What builds of MSCCL's interpreter differ in.
-
-    Args:
-        name: Its name on the command line.
-        most_steps: Steps of a thread block.
-        most_blocks: Thread blocks of a rank.
-        what: Which programs these are.
-    """
-
-    name: str
-    most_steps: int
-    most_blocks: int
-    what: str
-
-
-MSCCL_TARGETS = {
-    target.name: target
-    for target in (
-        Target(
-            name="executor", most_steps=64, most_blocks=1024,
-            what="msccl-executor-nccl and RCCL's MSCCL as they are built by default",
-        ),
-        Target(
-            name="executor-256", most_steps=256, most_blocks=1024,
-            what="the same, built with MSCCL_MAX_NUM_STEPS=256",
-        ),
-        Target(name="msccl", most_steps=256, most_blocks=216, what="microsoft/msccl"),
-    )
-}  # fmt: skip
 # Chunks that a queue holds: of NCCL's eight buffers a chunk takes four in Simple, else one.
 _QUEUE_SLOTS = {"Simple": 2, "LL": 8, "LL128": 8}
 

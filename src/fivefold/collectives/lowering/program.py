@@ -24,6 +24,39 @@ _MOST_SLOTS = 1 << 27
 _PROTOCOLS = ("Simple", "LL", "LL128")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What builds of MSCCL's interpreter differ in.
+
+    Args:
+        name: Its name on the command line.
+        most_steps: Steps of a thread block.
+        most_blocks: Thread blocks of a rank.
+        what: Which programs these are.
+    """
+
+    name: str
+    most_steps: int
+    most_blocks: int
+    what: str
+
+
+MSCCL_TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            name="executor", most_steps=64, most_blocks=1024,
+            what="msccl-executor-nccl and RCCL's MSCCL as they are built by default",
+        ),
+        Target(
+            name="executor-256", most_steps=256, most_blocks=1024,
+            what="the same, built with MSCCL_MAX_NUM_STEPS=256",
+        ),
+        Target(name="msccl", most_steps=256, most_blocks=216, what="microsoft/msccl"),
+    )
+}  # fmt: skip
+
+
 def can_run_in_place(collective: Collective) -> bool:
     """Return whether input and output of a collective may be one memory."""
     return collective.name in _IN_PLACE

@@ -140,8 +140,9 @@ def messages_of(schedule: Any) -> Longs:
     count = schedule.num_transfers
     leaders = np.arange(count, dtype=np.int64)
     if schedule.messages is not None:
-        first = np.flatnonzero(np.diff(schedule.messages, prepend=-1))
-        return first[schedule.messages].astype(np.int64)
+        numbers: Ints = schedule.messages
+        first = np.flatnonzero(np.diff(numbers, prepend=-1))
+        return first[numbers].astype(np.int64)
     if schedule.starts_s is None or schedule.ends_s is None or count == 0:
         return leaders
     keys: tuple[Array, ...]

@@ -5,7 +5,6 @@ from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._sketch import Sketch, SwitchSketch, published_sketch
 from fivefold.collectives.synthesis._sketched import derive_sketch
 from fivefold.collectives.synthesis._synthesize import (
-    Fit,
     Synthesis,
     SynthesisOptions,
     synthesize,
@@ -14,7 +13,6 @@ from fivefold.collectives.synthesis._taccl import taccl
 from fivefold.collectives.synthesis._trees import spanning_trees
 
 __all__ = [
-    "Fit",
     "Sketch",
     "SwitchSketch",
     "Synthesis",

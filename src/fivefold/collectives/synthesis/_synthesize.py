@@ -107,7 +107,7 @@ def _trees(request: Request) -> Candidates:
     if collective.name != "all_reduce" or not collective.num_chunks % collective.num_ranks:
         # A sum runs the trees of the reversed topology backwards; the packing knows that.
         packing = spanning_trees(request.topology, root=collective.root)
-        if request.options.fit is not None and request.free:  # the best number may be too large
+        if request.options.misfit is not None and request.free:  # the best number may be too large
             for count in _FEW_TREES:
                 yield packing.to_schedule(
                     collective.name, chunks=count, size_bytes=request.size_bytes
@@ -118,7 +118,7 @@ def _trees(request: Request) -> Candidates:
     # Reduce and broadcast that overlap: with the plain chunks, and with the finest that pay.
     counts = [count for count, _ in request.chunkings(most=_FINEST_PIPELINE)]
     for root in roots_of(request.topology):
-        for count in counts if request.options.fit is not None else counts[-2:]:
+        for count in counts if request.options.misfit is not None else counts[-2:]:
             if request.left_s() <= 0:
                 return
             finer, size_bytes = request.with_chunks(count), request.size_bytes
@@ -355,20 +355,6 @@ class Request:
         return int(sending_s / (latency_s * _FINEST))
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What an answer has to fit, such as the limits of the program that is to run it.
-
-    Args:
-        name: Its name, for the cache.
-        misfit: Says why a schedule does not fit; None where it does. It is asked of verified
-            schedules that are better than any that fitted.
-    """
-
-    name: str
-    misfit: Callable[[Schedule], str | None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class SynthesisOptions:
     """Options of a search.
@@ -381,7 +367,9 @@ class SynthesisOptions:
         cache: Folder of known answers; None: none. A known answer is taken if it is optimal or
             was searched for at least as long.
         progress: Called with one line per step of the work.
-        fit: What an answer has to fit; None for anything.
+        misfit: Says why a verified schedule that is better than any that fitted does not fit, such
+            as the program that is to run it; None where it does. None for no such question.
+        misfit_name: Name of that question, for the cache.
 
     Raises:
         ConfigurationError: The model is unknown, or a number is negative.
@@ -397,7 +385,8 @@ class SynthesisOptions:
     gap: float = 0.0
     cache: Path | None = None
     progress: Callable[[str], None] | None = None
-    fit: Fit | None = None
+    misfit: Callable[[Schedule], str | None] | None = None
+    misfit_name: str = ""
 
     def __post_init__(self) -> None:
         known = [model for model in MODELS if model != "synchronous"]
@@ -571,8 +560,8 @@ class _Search:
             timing = self._timing(schedule)
             found = self._result(schedule, timing, notes["method"], notes["solver_s"], cached=True)
             searched_s = float(notes["time_limit_s"])
-            fit = self.request.options.fit
-            if fit is not None and fit.misfit(found.schedule) is not None:
+            asks = self.request.options.misfit
+            if asks is not None and asks(found.schedule) is not None:
                 return None
         except FileNotFoundError:
             return None
@@ -592,7 +581,7 @@ class _Search:
             "method": self.method,
             "model": request.options.model,
             "seed": request.options.seed,
-            "fit": request.options.fit.name if request.options.fit is not None else None,
+            "misfit_name": request.options.misfit_name,
             "sketch": request.sketch.to_toml() if request.sketch is not None else None,
         }
         text = json.dumps(parts, sort_keys=True)
@@ -659,11 +648,11 @@ class _Search:
 
     def _offer(self, schedule: Schedule, method: str, solver_s: float) -> tuple[float, str | None]:
         """Return a schedule's time, and why it does not fit; verify and keep it if it is best."""
-        timing, fit = self._timing(schedule), self.request.options.fit
+        timing, asks = self._timing(schedule), self.request.options.misfit
         if self.best is not None and timing.total_s >= self.best.time_s:
             return timing.total_s, None
         found = self._result(schedule, timing, method, solver_s)
-        misfit = None if fit is None else fit.misfit(found.schedule)
+        misfit = None if asks is None else asks(found.schedule)
         if misfit is None:
             self.best = found
         return timing.total_s, misfit
