@@ -231,9 +231,7 @@ def _hetero_source(
         {} if "edge_attr" in leave_out else {k: v for k, v in kept.items() if v is not None}
     )
     edges = {
-        kind: ArrayEdges(
-            *_edges(data[kind], f"edge type {kind}", stamp), numbered=kind in attributes
-        )
+        kind: ArrayEdges(*_edges(data[kind], f"edge type {kind}", stamp))
         for kind in data.edge_types
     }
     # Labels and features are those of a graph without edges.
