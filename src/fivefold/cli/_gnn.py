@@ -47,7 +47,7 @@ MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as 
 SourceArgument = Annotated[str, typer.Argument(help="File or folder to read.")]
 KindOption = Annotated[
     str | None,
-    typer.Option(help="npy, ogb, mag240m, igb, pyg or table; left out, found from the path."),
+    typer.Option(help="npy, ogb, mag240m, igb, dgl, pyg or table; left out, found from the path."),
 ]
 ArrayOption = Annotated[
     list[str] | None,
@@ -308,7 +308,8 @@ def _write_facts(
         )
     if reading is not None:
         del facts["reading"]
-        typer.echo(reading.text() if verbose else reading.line(), err=not verbose)
+        if verbose:
+            typer.echo(reading.text())  # in one line it was logged
     for line in _lines(facts, ""):
         typer.echo(line)
 

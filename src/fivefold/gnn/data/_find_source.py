@@ -13,6 +13,7 @@ import pyarrow as pa
 from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.gnn.data._benchmarks import is_papers, ogb_adds_reverse, ogb_source, papers_source
 from fivefold.gnn.data._dataset import HeteroSource
+from fivefold.gnn.data._dgl import dgl_source, is_dgl
 from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._table_source import TableSource, open_edges, table_source
 from fivefold.gnn.data._tables import TableColumns
@@ -26,6 +27,7 @@ from fivefold.gnn.data.arrays import (
     one_split,
 )
 from fivefold.gnn.data.parts import EDGE_FEATURES, Source
+from fivefold.reading import Reading
 
 _TABLE_ENDS = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".bz2", ".zst", ".edges")
 _NODE_TABLES = ("nodes", "node", "vertices")  # names of the one table that is not of edges
@@ -48,7 +50,7 @@ class SourceOptions:
     """Options of a source: all that its path alone does not say.
 
     Attributes:
-        kind: One of npy, ogb, mag240m, igb, pyg and table; None: found from the path.
+        kind: One of npy, ogb, mag240m, igb, dgl, pyg and table; None: found from the path.
         arrays: Paths of .npy files by role (features, labels, weights), for npy and table.
         splits: Paths of .npy files by split, for npy and table.
         nodes: Node table, for table.
@@ -76,9 +78,10 @@ def find_source(
     """Return the source at a path, and whether it wants both directions of its edges.
 
     A folder with ``raw/`` is of the Open Graph Benchmark, one with papers and their citations is
-    MAG240M or IGB, one with ``edge_index.npy`` holds arrays, any other holds parts of an edge
-    table, and maybe a node table named ``nodes``. A file is an array (.npy), an archive of arrays
-    (.npz), a PyTorch Geometric object (.pt) or an edge table.
+    MAG240M or IGB, one with ``meta.yaml`` or ``metadata.yaml`` is of DGL, one with
+    ``edge_index.npy`` holds arrays, any other holds parts of an edge table, and maybe a node table
+    named ``nodes``. A file is an array (.npy), an archive of arrays (.npz), a PyTorch Geometric
+    object (.pt) or an edge table.
 
     Args:
         path: The file or folder.
@@ -99,6 +102,8 @@ def find_source(
         return found, ogb_adds_reverse(path, found.reading)
     if kind in {"mag240m", "igb"}:
         return papers_source(path, options.arrays.get("labels"), options.splits), False
+    if kind == "dgl":
+        return dgl_source(path, options.columns), False
     if kind == "pyg":
         return pyg_source(path, split=options.split, leave_out=options.leave_out), False
     if kind == "npy":
@@ -113,6 +118,7 @@ _FITTING = {  # what may be said about a source of each kind
     "ogb": {"leave_out"},
     "mag240m": set(),
     "igb": {"arrays", "splits"},
+    "dgl": {"columns"},
     "table": {"arrays", "splits", "split", "nodes", "columns", "ids", "num_nodes"},
 }
 
@@ -137,15 +143,17 @@ def _kind_of(path: Path) -> str:
         if path.suffix in _TABLE_ENDS:
             return "table"
         raise DataError(f"{path} is of no known kind", hint="name it with --kind")
-    if (path / "raw").is_dir():
-        return "ogb"
-    if is_papers(path):
-        igb = any((place / "paper__cites__paper").is_dir() for place in (path, path / "processed"))
-        return "igb" if igb else "mag240m"
-    if _first_array(path, _NPY_NAMES["edge_index"]) is not None:
-        return "npy"
-    if _table_files(path):
-        return "table"
+    igb = any((place / "paper__cites__paper").is_dir() for place in (path, path / "processed"))
+    signs = {
+        "ogb": (path / "raw").is_dir(),
+        "igb": igb,
+        "mag240m": is_papers(path),
+        "dgl": is_dgl(path),
+        "npy": _first_array(path, _NPY_NAMES["edge_index"]) is not None,
+    }
+    signs["table"] = not any(signs.values()) and bool(_table_files(path))
+    if (kind := next((kind for kind, there in signs.items() if there), None)) is not None:
+        return kind
     raise DataError(f"{path} holds nothing that is known", hint="name its kind with --kind")
 
 
@@ -172,7 +180,29 @@ def _npy_source(path: Path, options: SourceOptions) -> Source:
                     found.setdefault(role, array)
     if "edge_index" not in arrays:
         raise DataError(f"{path} holds no array edge_index", hint="name the file of edges itself")
-    return _arrays(arrays, splits, path, options)
+    source = _arrays(arrays, splits, path, options)
+    _tell_arrays(source.reading, path, {**arrays, **splits}, options.leave_out)
+    return source
+
+
+def _tell_arrays(
+    reading: Reading, path: Path, used: Mapping[str, Any], left_out: Collection[str]
+) -> None:
+    """Say of every array given, and of every file or member beside them, what became of it."""
+    taken = set()
+    for role, rows in used.items():
+        place = Path(rows.place.rpartition(":")[2]) if isinstance(rows, FileRows) else Path(rows)
+        taken.add(place.name)
+        if place.name not in reading.names():
+            reading.take(place.name, role)
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if path.suffix == ".npz":
+        names = [f"{name}.npy" for name in sorted(npz_members(path))]
+    for name in names:
+        if name not in taken:
+            asked = name.removesuffix(".npy") in left_out
+            why = "--leave-out" if asked else "its name is none of a part: --array ROLE=FILE"
+            reading.leave_out(name, why)
 
 
 def _arrays(

@@ -183,8 +183,9 @@ def as_rows(value: Any, name: str = "an array") -> Rows:
     """Return the rows of an array, a tensor, or the .npy file at a path; messages say ``name``."""
     if isinstance(value, str | os.PathLike):
         return FileRows(value)
-    if isinstance(value, FileRows | ArrayRows):
-        return value
+    if hasattr(value, "blocks") and hasattr(value, "stamp"):
+        rows: Rows = value
+        return rows
     return ArrayRows(np.atleast_1d(as_array(value, name)))
 
 
