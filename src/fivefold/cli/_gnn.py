@@ -23,6 +23,7 @@ from fivefold.cli._options import (
     require_writable,
     write_json,
 )
+from fivefold.reading import Reading
 from fivefold.units import format_bytes
 
 with later():
@@ -45,7 +46,8 @@ OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if m
 MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
 SourceArgument = Annotated[str, typer.Argument(help="File or folder to read.")]
 KindOption = Annotated[
-    str | None, typer.Option(help="npy, ogb, mag240m, pyg or table; left out, found from the path.")
+    str | None,
+    typer.Option(help="npy, ogb, mag240m, igb, dgl, pyg or table; left out, found from the path."),
 ]
 ArrayOption = Annotated[
     list[str] | None,
@@ -66,7 +68,23 @@ NodesOption = Annotated[
     Path | None, typer.Option(help="Table with a row per node, beside edge tables.", exists=True)
 ]
 HeaderOption = Annotated[
-    bool | None, typer.Option("--header/--no-header", help="Whether CSV files begin with names.")
+    str | None,
+    typer.Option(metavar="yes|no", help="Whether CSV files begin with a line of names."),
+]
+QuoteOption = Annotated[
+    str | None,
+    typer.Option(metavar="CHAR", help="What stands around fields of CSV files, or none."),
+]
+CommentOption = Annotated[
+    str | None,
+    typer.Option(metavar="CHAR", help="What comments in CSV files begin with, or none."),
+]
+MissingOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="WORD", help="A word that stands for an empty field. May be repeated."),
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", help="Say of every file and column what became of it.")
 ]
 IdsOption = Annotated[str, typer.Option(help="Ids in tables: auto, number or text.")]
 NumNodesOption = Annotated[
@@ -124,6 +142,9 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     column: ColumnOption = None,
     nodes: NodesOption = None,
     header: HeaderOption = None,
+    quote: QuoteOption = None,
+    comment: CommentOption = None,
+    missing: MissingOption = None,
     ids: IdsOption = "auto",
     num_nodes: NumNodesOption = None,
     split: SplitOption = None,
@@ -132,6 +153,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     drop_self_loops: SelfLoopsOption = False,
     drop_duplicates: DuplicatesOption = False,
     memory: MemoryOption = "1 GB",
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a graph from a file or a folder as a data set.
@@ -146,7 +168,9 @@ def ingest_command(  # noqa: PLR0913 - the command's options
         arrays={name: Path(path) for name, path in arrays.items() if name not in _SPLITS},
         splits={name: Path(path) for name, path in arrays.items() if name in _SPLITS},
         nodes=nodes,
-        columns=_columns(column, header),
+        columns=_columns(
+            column, header=header, quote=quote, comment=comment, missing=tuple(missing or ())
+        ),
         ids=ids,
         num_nodes=num_nodes,
         split=split,
@@ -168,8 +192,12 @@ def ingest_command(  # noqa: PLR0913 - the command's options
             # The rest counts as one where nobody knows how much there is.
             progress=lambda stage, done, total: show(stage, done, total or done + 1),
         )
+    reading = getattr(found, "reading", None)
+    if reading is not None and not reading.names():
+        reading = None
+    hint = getattr(found, "gaps_hint", None)
     with written:
-        _write_facts(written, as_json=as_json)
+        _write_facts(written, as_json=as_json, reading=reading, verbose=verbose, gaps_hint=hint)
 
 
 def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> dict[str, str]:
@@ -184,12 +212,15 @@ def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> d
     return pairs
 
 
-def _columns(values: list[str] | None, header: bool | None) -> TableColumns:  # noqa: FBT001
+def _columns(values: list[str] | None, *, header: str | None, **text: Any) -> TableColumns:
     roles = ("source", "target", "weight", "node", "label", "split", "features")
     pairs: dict[str, Any] = dict(_pairs(values, "column", roles))
     if "features" in pairs:
         pairs["features"] = pairs["features"].split(",")
-    return TableColumns(names=header, **pairs)
+    if header not in {None, "yes", "no"}:
+        raise ArgumentError(f"--header got {header!r}", hint="say yes or no")
+    names = None if header is None else header == "yes"
+    return TableColumns(names=names, **text, **pairs)
 
 
 def generate_command(  # noqa: PLR0913 - the command's options
@@ -254,14 +285,33 @@ def verify_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> N
         typer.echo(f"{folder} is whole: {format_bytes(read_bytes)} read")
 
 
-def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
+def _write_facts(
+    dataset: Dataset | HeteroDataset,
+    *,
+    as_json: bool,
+    reading: Reading | None = None,
+    verbose: bool = False,
+    gaps_hint: str | None = None,
+) -> None:
     with ProgressBar() as show:
         facts = describe(dataset, show)
+    if reading is not None:
+        facts["reading"] = reading.to_json()
     if as_json:
         write_json(facts)
-    else:
-        for line in _lines(facts, ""):
-            typer.echo(line)
+        return
+    if gaps_hint and facts["isolated_nodes"]:
+        typer.echo(
+            f"{facts['isolated_nodes']:,} of {facts['nodes']:,} ids stand in no edge and are nodes "
+            f"without edges: {gaps_hint}",
+            err=True,
+        )
+    if reading is not None:
+        del facts["reading"]
+        if verbose:
+            typer.echo(reading.text())  # in one line it was logged
+    for line in _lines(facts, ""):
+        typer.echo(line)
 
 
 def _lines(facts: dict[str, Any], indent: str) -> list[str]:

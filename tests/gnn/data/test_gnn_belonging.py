@@ -223,7 +223,8 @@ def test_features_of_edges_stay_with_their_edges(tmp_path, rules, edges):
     np.testing.assert_array_equal(*by_all)
     with ingest(pyg_source(data, leave_out=["edge_attr"]), tmp_path / "bare", **run) as dataset:
         assert dataset.edge_features is None
-        assert dataset.topology().edge_ids is None
+        kept = np.sort(dataset.topology().edge_ids)  # they stay: all else per edge needs them
+    np.testing.assert_array_equal(kept, np.sort(found[:, 2].astype(int) // 2))
 
 
 def test_features_of_one_edge_type_are_stored(tmp_path):
@@ -264,6 +265,6 @@ def test_features_of_too_few_edges_are_refused():
 
 def test_columns_of_edge_tables_that_are_not_stored_are_named(tmp_path, caplog):
     (tmp_path / "edges.csv").write_text("source,target,amount\n0,1,2.5\n1,2,0.5\n")
-    with caplog.at_level(logging.WARNING):
-        table_source([tmp_path / "edges.csv"])
-    assert "amount" in caplog.text
+    with caplog.at_level(logging.INFO):
+        ingest(table_source([tmp_path / "edges.csv"]), tmp_path / "out").close()
+    assert "left out column amount" in caplog.text

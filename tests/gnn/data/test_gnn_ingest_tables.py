@@ -146,10 +146,11 @@ def test_node_table_with_numbers_as_ids(tmp_path, random_graph, expected_csr):
     shuffled = [lines[0], *lines[:0:-1]]
     (tmp_path / "nodes2.csv").write_text("\n".join(shuffled))
     source = table_source([tmp_path / "e.csv"], nodes=tmp_path / "nodes2.csv")
-    assert source.text_ids  # the rows are in another order than the ids
+    assert not source.text_ids  # rows go by their ids, whatever their order
     with ingest(source, tmp_path / "out2") as dataset:
-        turned = {key: 299 - random_graph[key] for key in ("sources", "targets")}
-        check_edges(dataset, turned, expected_csr)
+        check_edges(dataset, random_graph, expected_csr)
+        assert dataset.labels.tolist() == [i % 3 for i in range(300)]
+        assert dataset.features.read("x")[:, 0].tolist() == [i / 8 for i in range(300)]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from fivefold.errors import DataError
 from fivefold.gnn.data import SourceOptions, array_source, find_source, ingest, pyg_source
-from fivefold.gnn.data._find_source import ogb_source
+from fivefold.gnn.data._benchmarks import ogb_source
 from fivefold.gnn.data._pyg import load_plain
 
 with warnings.catch_warnings():  # of deprecations in torch, on import

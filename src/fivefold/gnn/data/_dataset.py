@@ -301,7 +301,7 @@ class HeteroSource:
         name: For people.
         nodes: Features and labels of each node type; their edges are not asked for.
         edges: Edges of each type (source type, relation, target type).
-        edge_features: Feature rows of the edge types that have some; their edges are ``numbered``.
+        edge_features: Feature rows of the edge types that have some, in the order of the edges.
     """
 
     name: str

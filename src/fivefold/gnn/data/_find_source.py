@@ -1,163 +1,33 @@
-"""Which source a path is, from what lies there; and the benchmark's folders after their download.
-
-Node property prediction (arXiv 2005.00687): ``raw/data.npz`` and ``raw/node-label.npz``
-(papers100M), or ``raw/*.csv.gz`` (products, arxiv), with ``split/KIND/{train,valid,test}.csv.gz``.
-Large-scale challenge (arXiv 2103.09430): the paper nodes of MAG240M under ``processed/``.
-"""
+"""Which source a path is, from what lies there."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 
 from fivefold.errors import ConfigurationError, DataError, require_one_of
+from fivefold.gnn.data._benchmarks import is_papers, ogb_adds_reverse, ogb_source, papers_source
 from fivefold.gnn.data._dataset import HeteroSource
-from fivefold.gnn.data._pyg import load_plain, pyg_source
-from fivefold.gnn.data._table_source import TableSource, table_source
-from fivefold.gnn.data._tables import CsvRows, TableColumns, open_table
+from fivefold.gnn.data._dgl import dgl_source, is_dgl
+from fivefold.gnn.data._pyg import pyg_source
+from fivefold.gnn.data._table_source import TableSource, open_edges, table_source
+from fivefold.gnn.data._tables import TableColumns
 from fivefold.gnn.data.arrays import (
-    ArrayRows,
     ArraySource,
     FileRows,
     Rows,
     array_source,
     as_rows,
-    existing,
     npz_members,
     one_split,
 )
-from fivefold.gnn.data.parts import EDGE_FEATURES, SPLITS, Source
-from fivefold.gnn.storage.pages import Ids
-
-_UNDIRECTED = ("products", "proteins")  # those whose raw files hold one direction of each edge
-
-
-def ogb_adds_reverse(folder: str | Path) -> bool:
-    """Return whether the benchmark stores both directions of the edges in this folder."""
-    name = Path(folder).resolve().name.lower()
-    return any(part in name for part in _UNDIRECTED)
-
-
-def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> Source:
-    """Return a node property prediction data set of the Open Graph Benchmark."""
-    folder = Path(folder)
-    raw = folder / "raw"
-    if (raw / "data.npz").is_file():
-        rows, counts = _binary_rows(raw)
-    elif (raw / "edge.csv.gz").is_file():
-        rows, counts = _csv_rows(raw)
-    elif (raw / "relations").is_dir():
-        raise DataError(
-            f"{folder} has several node types",
-            hint="load it with torch_geometric.datasets.OGB_MAG, and ingest pyg_source(data)",
-        )
-    else:
-        raise DataError(
-            f"{folder} holds neither raw/data.npz nor raw/edge.csv.gz",
-            hint="give the folder into which the benchmark's archive was unpacked",
-        )
-    if len(counts) != 1:
-        raise DataError(f"{folder} holds {len(counts)} graphs", hint="one graph is needed")
-    return ArraySource(
-        name=folder.resolve().name,
-        edge_rows=rows["edge"],
-        edge_pairs=isinstance(rows["edge"], CsvRows) or None,
-        feature_rows=rows.get("node-feat"),
-        label_rows=rows.get("node-label"),
-        edge_feature_rows=None if "edge_feat" in leave_out else rows.get("edge-feat"),
-        split_rows=_read_splits(folder) if "node-label" in rows else {},
-        given_nodes=counts[0],
-        kind="ogb",
-    )
-
-
-def _binary_rows(raw: Path) -> tuple[dict[str, Rows], list[int]]:
-    """Return the arrays that are there, and the number of nodes of each graph."""
-    data, label_file = raw / "data.npz", raw / "node-label.npz"
-    members = npz_members(data)
-    for name in ("edge_index", "num_nodes_list"):
-        if name not in members:
-            raise DataError(f"{data} has no array {name}", hint="get the file again")
-    names = {"edge": "edge_index", "node-feat": "node_feat", "edge-feat": "edge_feat"}
-    rows: dict[str, Rows] = {
-        role: FileRows(data, name) for role, name in names.items() if name in members
-    }
-    if label_file.is_file():
-        rows["node-label"] = FileRows(label_file, "node_label")
-    counts = FileRows(data, "num_nodes_list").blocks(0, 2)
-    return rows, [int(count) for block in counts for count in block]
-
-
-def _csv_rows(raw: Path) -> tuple[dict[str, Rows], list[int]]:
-    """Return the same from tables without headers: an edge, a row or a label per line."""
-    nodes, edges = (_read_ids(raw / f"num-{what}-list.csv.gz") for what in ("node", "edge"))
-    kinds = {
-        "edge": (np.int64, edges),
-        "node-feat": (np.float32, nodes),
-        "node-label": (np.float64, nodes),
-        "edge-feat": (np.float32, edges),
-    }
-    paths = {role: raw / f"{role}.csv.gz" for role in kinds}
-    rows: dict[str, Rows] = {
-        role: CsvRows(paths[role], dtype, int(counts.sum()))
-        for role, (dtype, counts) in kinds.items()
-        if paths[role].is_file()
-    }
-    return rows, nodes.tolist()
-
-
-def _read_splits(folder: Path) -> dict[str, Rows]:
-    """Return the ids of the only kind of split there is."""
-    kinds = sorted(path for path in (folder / "split").glob("*") if path.is_dir())
-    if not kinds:
-        return {}
-    if len(kinds) > 1:
-        raise DataError(
-            f"{folder / 'split'} holds {len(kinds)} kinds of splits", hint="leave one of them"
-        )
-    if (file := kinds[0] / "split_dict.pt").is_file():
-        return {name: ArrayRows(np.asarray(load_plain(file)[name])) for name in SPLITS}
-    return {name: ArrayRows(_read_ids(kinds[0] / f"{name}.csv.gz")) for name in SPLITS}
-
-
-def _read_ids(path: Path) -> Ids:
-    existing(path, hint="unpack the benchmark's archive again")
-    blocks = [block[:, 0] for block in CsvRows(path, np.int64).blocks(0, 1 << 62)]
-    return np.concatenate([np.empty(0, np.int64), *blocks])
-
-
-def mag240m_source(folder: str | Path) -> Source:
-    """Return the papers of MAG240M and their citations."""
-    folder = Path(folder)
-    if (folder / "mag240m_kddcup2021").is_dir():
-        folder /= "mag240m_kddcup2021"
-    processed = folder / "processed"
-    edges = processed / "paper___cites___paper" / "edge_index.npy"
-    features = processed / "paper" / "node_feat.npy"
-    for path in (edges, features):
-        existing(path, hint="give the folder mag240m_kddcup2021 of the large-scale challenge")
-    labels = processed / "paper" / "node_label.npy"
-    split_file, meta_file = folder / "split_dict.pt", folder / "meta.pt"
-    splits = load_plain(split_file) if split_file.is_file() else {}
-    meta = load_plain(meta_file) if meta_file.is_file() else {}
-    splits.setdefault("test", splits.get("test-whole", splits.get("test-dev", [])))
-    return ArraySource(
-        name="MAG240M papers",
-        edge_rows=FileRows(edges),
-        feature_rows=FileRows(features),
-        label_rows=FileRows(labels) if labels.is_file() else None,
-        split_rows={
-            name: ArrayRows(np.asarray(splits.get(name, []), np.int64))
-            for name in (SPLITS if labels.is_file() else ())
-        },
-        num_classes=meta.get("num_classes"),
-        kind="mag240m",
-    )
-
+from fivefold.gnn.data.parts import EDGE_FEATURES, Source
+from fivefold.reading import Reading
 
 _TABLE_ENDS = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".bz2", ".zst", ".edges")
 _NODE_TABLES = ("nodes", "node", "vertices")  # names of the one table that is not of edges
@@ -180,7 +50,7 @@ class SourceOptions:
     """Options of a source: all that its path alone does not say.
 
     Attributes:
-        kind: One of npy, ogb, mag240m, pyg and table; None: found from the path.
+        kind: One of npy, ogb, mag240m, igb, dgl, pyg and table; None: found from the path.
         arrays: Paths of .npy files by role (features, labels, weights), for npy and table.
         splits: Paths of .npy files by split, for npy and table.
         nodes: Node table, for table.
@@ -207,10 +77,11 @@ def find_source(
 ) -> tuple[Source | HeteroSource, bool]:
     """Return the source at a path, and whether it wants both directions of its edges.
 
-    A folder with ``raw/`` is of the Open Graph Benchmark, one with ``processed/paper`` is MAG240M,
-    one with ``edge_index.npy`` holds arrays, any other holds parts of an edge table, and maybe a
-    node table named ``nodes``. A file is an
-    array (.npy), an archive of arrays (.npz), a PyTorch Geometric object (.pt) or an edge table.
+    A folder with ``raw/`` is of the Open Graph Benchmark, one with papers and their citations is
+    MAG240M or IGB, one with ``meta.yaml`` or ``metadata.yaml`` is of DGL, one with
+    ``edge_index.npy`` holds arrays, any other holds parts of an edge table, and maybe a node table
+    named ``nodes``. A file is an array (.npy), an archive of arrays (.npz), a PyTorch Geometric
+    object (.pt) or an edge table.
 
     Args:
         path: The file or folder.
@@ -227,14 +98,18 @@ def find_source(
     require_one_of(kind, _FITTING, f"source kind {kind!r}")
     _check_options(kind, options)
     if kind == "ogb":
-        return ogb_source(path, leave_out=options.leave_out), ogb_adds_reverse(path)
-    if kind == "mag240m":
-        return mag240m_source(path), False
+        found = ogb_source(path, leave_out=options.leave_out)
+        return found, ogb_adds_reverse(path, found.reading)
+    if kind in {"mag240m", "igb"}:
+        return papers_source(path, options.arrays.get("labels"), options.splits), False
+    if kind == "dgl":
+        return dgl_source(path, options.columns), False
     if kind == "pyg":
         return pyg_source(path, split=options.split, leave_out=options.leave_out), False
     if kind == "npy":
         return _npy_source(path, options), False
-    return _with_arrays(path, options), False
+    table = _with_arrays(path, options)
+    return table, isinstance(table, TableSource) and table.wants_reverse
 
 
 _FITTING = {  # what may be said about a source of each kind
@@ -242,6 +117,8 @@ _FITTING = {  # what may be said about a source of each kind
     "pyg": {"split", "leave_out"},
     "ogb": {"leave_out"},
     "mag240m": set(),
+    "igb": {"arrays", "splits"},
+    "dgl": {"columns"},
     "table": {"arrays", "splits", "split", "nodes", "columns", "ids", "num_nodes"},
 }
 
@@ -266,14 +143,17 @@ def _kind_of(path: Path) -> str:
         if path.suffix in _TABLE_ENDS:
             return "table"
         raise DataError(f"{path} is of no known kind", hint="name it with --kind")
-    if (path / "raw").is_dir():
-        return "ogb"
-    if (path / "mag240m_kddcup2021").is_dir() or (path / "processed" / "paper").is_dir():
-        return "mag240m"
-    if _first_array(path, _NPY_NAMES["edge_index"]) is not None:
-        return "npy"
-    if _table_files(path):
-        return "table"
+    igb = any((place / "paper__cites__paper").is_dir() for place in (path, path / "processed"))
+    signs = {
+        "ogb": (path / "raw").is_dir(),
+        "igb": igb,
+        "mag240m": is_papers(path),
+        "dgl": is_dgl(path),
+        "npy": _first_array(path, _NPY_NAMES["edge_index"]) is not None,
+    }
+    signs["table"] = not any(signs.values()) and bool(_table_files(path))
+    if (kind := next((kind for kind, there in signs.items() if there), None)) is not None:
+        return kind
     raise DataError(f"{path} holds nothing that is known", hint="name its kind with --kind")
 
 
@@ -300,7 +180,29 @@ def _npy_source(path: Path, options: SourceOptions) -> Source:
                     found.setdefault(role, array)
     if "edge_index" not in arrays:
         raise DataError(f"{path} holds no array edge_index", hint="name the file of edges itself")
-    return _arrays(arrays, splits, path, options)
+    source = _arrays(arrays, splits, path, options)
+    _tell_arrays(source.reading, path, {**arrays, **splits}, options.leave_out)
+    return source
+
+
+def _tell_arrays(
+    reading: Reading, path: Path, used: Mapping[str, Any], left_out: Collection[str]
+) -> None:
+    """Say of every array given, and of every file or member beside them, what became of it."""
+    taken = set()
+    for role, rows in used.items():
+        place = Path(rows.place.rpartition(":")[2]) if isinstance(rows, FileRows) else Path(rows)
+        taken.add(place.name)
+        if place.name not in reading.names():
+            reading.take(place.name, role)
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if path.suffix == ".npz":
+        names = [f"{name}.npy" for name in sorted(npz_members(path))]
+    for name in names:
+        if name not in taken:
+            asked = name.removesuffix(".npy") in left_out
+            why = "--leave-out" if asked else "its name is none of a part: --array ROLE=FILE"
+            reading.leave_out(name, why)
 
 
 def _arrays(
@@ -325,18 +227,68 @@ def _table_files(folder: Path) -> list[Path]:
         found = sorted(
             path
             for path in folder.glob(pattern)
-            if path.suffix in _TABLE_ENDS and path.name[0] not in "._" and path.is_file()
+            if path.suffix in _TABLE_ENDS
+            and path.name[0] not in "._"
+            and path.is_file()
+            and not path.name.lower().startswith(_PROSE)
         )
         if found:
             return found
     return []
 
 
-def _check_parts(files: list[Path], header: bool | None) -> None:  # noqa: FBT001 - of TableColumns
-    """Raise where parts of a folder have other columns than the first."""
+_PROSE = ("readme", "license", "licence", "copying", "changelog", "notice")
+_SPLIT_WORDS = {"train", "training", "valid", "validation", "val", "dev", "test"}
+
+
+def _once(files: list[Path]) -> tuple[list[Path], dict[Path, str]]:
+    """Return the files that hold a table each, and those that hold one of them again."""
+    kept: dict[tuple[Path, str], Path] = {}
+    again: dict[Path, str] = {}
+    for path in sorted(files, key=lambda path: (path.suffix in _PACKED_ENDS, path)):
+        own = path.with_suffix("") if path.suffix in _PACKED_ENDS else path
+        stem = path.parent, (own.stem if own.suffix in _TABLE_ENDS else own.name)
+        first = kept.setdefault(stem, path)
+        if first == path:
+            continue
+        if path.suffix in _PACKED_ENDS and _same_text(first, path):
+            again[path] = f"the same as {first.name}, packed"
+            continue
+        raise DataError(
+            f"{first} and {path.name} have one name: they may be one table twice",
+            hint="name the file itself, or remove one of them",
+        )
+    return sorted(kept.values()), again
+
+
+_PACKED_ENDS = (".gz", ".bz2", ".zst")
+
+
+def _same_text(first: Path, second: Path) -> bool:
+    with pa.input_stream(str(first)) as one, pa.input_stream(str(second)) as other:
+        while True:
+            blocks = one.read(1 << 20), other.read(1 << 20)
+            if blocks[0] != blocks[1]:
+                return False
+            if not blocks[0]:
+                return True
+
+
+def _check_parts(files: list[Path], columns: TableColumns) -> None:
+    """Raise where parts of a folder have other columns than the first, or are splits."""
     if len(files) < 2:
         return
-    names = {file: open_table(file, header=header).names for file in files}
+    splits = [
+        file.name for file in files if set(re.split(r"[^a-z]+", file.name.lower())) & _SPLIT_WORDS
+    ]
+    if splits:
+        raise DataError(
+            f"{files[0].parent} holds {', '.join(splits)[:99]}: parts of one graph, or a split of "
+            "its edges?",
+            hint="name the file to read, such as the edges of training; or put all rows into one "
+            "file where they are one graph",
+        )
+    names = {file: open_edges(file, columns).names for file in files}
     first = names[files[0]]
     for file, found in names.items():
         if found != first:
@@ -380,8 +332,11 @@ def _tables_at(path: Path, options: SourceOptions) -> TableSource:
     if nodes is None:
         nodes = next((file for file in files if file.name.partition(".")[0] in _NODE_TABLES), None)
     files = [file for file in files if nodes is None or file.resolve() != nodes.resolve()]
-    _check_parts(files, options.columns.names)
-    return table_source(
+    again = dict[Path, str]()
+    if path.is_dir():
+        files, again = _once(files)
+    _check_parts(files, options.columns)
+    source = table_source(
         files,
         nodes=nodes,
         columns=options.columns,
@@ -389,3 +344,11 @@ def _tables_at(path: Path, options: SourceOptions) -> TableSource:
         num_nodes=options.num_nodes,
         name=path.name.partition(".")[0],
     )
+    for file, why in again.items():
+        source.reading.leave_out(file.name, why)
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        if file not in {*files, *again, nodes}:
+            where = any(file in part.parents for part in files)
+            if not where:
+                source.reading.leave_out(file.name, "no table of edges or nodes by its name")
+    return source

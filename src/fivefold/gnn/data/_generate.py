@@ -264,7 +264,9 @@ class _Generator:
             step = max(1, nodes // self.edge_group) * self.edge_group
             return self.made(self._edge_block, position, step)
 
-        return SimpleNamespace(weighted=False, num_edges=count, expected_edges=count, blocks=blocks)
+        return SimpleNamespace(
+            weighted=False, numbered=False, num_edges=count, expected_edges=count, blocks=blocks
+        )
 
     def degrees(self, first: int, stop: int) -> Ids:
         """Return how many neighbours each node of a group draws."""

@@ -335,6 +335,8 @@ def ingest(
     if isinstance(source, HeteroSource):
         return _ingest_hetero(source, folder, rules=rules, run=run)
     _check_free(folder, HETERO_FILE)
+    if (reading := getattr(source, "reading", None)) is not None and reading.names():
+        reading.log()
     if (prepare := getattr(source, "prepare", None)) is not None:
         prepare(folder, **run)
     parts: dict[str, Callable[[], Any]] = {

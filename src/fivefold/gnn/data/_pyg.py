@@ -31,6 +31,7 @@ from fivefold.gnn.data.arrays import (
     file_stamp,
     one_split,
 )
+from fivefold.reading import Reading
 
 
 def _numpy_names() -> list[Any]:
@@ -185,14 +186,14 @@ def pyg_source(
     name = name or type(data).__name__
     if hasattr(data, "edge_types"):
         return _hetero_source(data, name, stamp, split, leave_out)
-    _check_left_out(data, name, leave_out)
+    reading = _check_left_out(data, name, leave_out)
     edges, weights = _edges(data, "the graph", stamp)
     parts = _node_parts(data, stamp, split)
     attributes = None if "edge_attr" in leave_out else _rows(data, "edge_attr", stamp)
     with warnings.catch_warnings():  # that it counts them by the edges
         warnings.simplefilter("ignore")
         count = getattr(data, "num_nodes", None)
-    return ArraySource(
+    source = ArraySource(
         name=name,
         edge_rows=edges,
         weight_rows=weights,
@@ -201,15 +202,30 @@ def pyg_source(
         kind="pyg",
         **parts,
     )
+    source.reading = reading
+    return source
 
 
-def _check_left_out(store: Any, what: str, allowed: Collection[str]) -> None:
-    """Refuse or name what would be left out."""
+def _check_left_out(store: Any, what: str, allowed: Collection[str]) -> Reading:
+    """Name what is left out; return what becomes of each attribute."""
+    reading = Reading(what)
     names = store.keys() if callable(getattr(store, "keys", None)) else vars(store)
     given = [name for name in names if getattr(store, name, None) is not None]
     lost = [name for name in given if name not in _STORED and name not in allowed]
     if lost:
         _LOG.warning("%s: not stored: %s", what, ", ".join(lost))
+    for name in given:
+        if name in allowed:
+            reading.leave_out(name, "--leave-out")
+        elif name in lost:
+            reading.leave_out(name, "no part of a data set has this name")
+        elif name.endswith("_mask") and "y" not in given:
+            reading.leave_out(name, "a split, but there are no labels")
+        elif name in {"batch", "ptr"}:
+            reading.ignore(name, "of batches; the graph is one")
+        else:
+            reading.take(name)
+    return reading
 
 
 def _hetero_source(
@@ -231,9 +247,7 @@ def _hetero_source(
         {} if "edge_attr" in leave_out else {k: v for k, v in kept.items() if v is not None}
     )
     edges = {
-        kind: ArrayEdges(
-            *_edges(data[kind], f"edge type {kind}", stamp), numbered=kind in attributes
-        )
+        kind: ArrayEdges(*_edges(data[kind], f"edge type {kind}", stamp))
         for kind in data.edge_types
     }
     # Labels and features are those of a graph without edges.

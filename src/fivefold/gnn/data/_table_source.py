@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from fivefold.errors import (
     ConfigurationError,
@@ -19,10 +22,11 @@ from fivefold.errors import (
     require_one_of,
     require_whole,
 )
+from fivefold.gnn.data._csv import CsvReader
 from fivefold.gnn.data._dataset import GRAPH_FILE, NAMES_FILE
 from fivefold.gnn.data._ingest import check_names_file, no_progress
+from fivefold.gnn.data._node_table import NodeTable
 from fivefold.gnn.data._tables import (
-    NodeTable,
     TableColumns,
     TableReader,
     check_column,
@@ -34,10 +38,17 @@ from fivefold.gnn.data.arrays import ArrayEdges, ArrayRows, check_gaps, count_id
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress
 from fivefold.gnn.storage import Container
 from fivefold.gnn.storage.pages import Array, Ids
+from fivefold.reading import Reading
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("source", "src", "from", "head", "u")
-_TARGETS = ("target", "dst", "destination", "to", "tail", "v")
+# Names of the two ends, in pairs: a line that has both of a pair is one of names.
+_ENDS = (
+    ("source", "target"), ("src", "dst"), ("src", "dest"), ("source", "destination"),
+    ("from", "to"), ("head", "tail"), ("u", "v"), ("source_id", "target_id"),
+    ("src_id", "dst_id"), ("fromnodeid", "tonodeid"), ("from_id", "to_id"), ("id1", "id2"),
+    ("id_1", "id_2"), ("node1", "node2"), ("node_1", "node_2"), ("user_id", "item_id"),
+    ("start", "end"), ("start_id", "end_id"), (":start_id", ":end_id"), ("sender", "receiver"),
+)  # fmt: skip
 
 
 def table_source(
@@ -98,13 +109,19 @@ class TableSource:
         name: str,
     ) -> None:
         self.name, self.ids = name, ids
-        self.tables = [open_table(path, header=columns.names) for path in edges]
+        self.reading, self._columns = Reading(name), columns
+        self.tables = [open_edges(path, columns) for path in edges]
         self.ends = [_edge_columns(table, columns) for table in self.tables]
         self.node_table = None if nodes is None else NodeTable(nodes, columns)
+        self.direction, self.wants_reverse = self._find_direction()
+        self._tell(columns)
         self.text_ids = ids == "text" or (ids == "auto" and self._needs_names())
+        if self.node_table is not None and not self.text_ids:
+            self.node_table.go_by_id()
         self.weighted = columns.weight is not None
         # A line takes at least four bytes; packed files hold some ten times their size.
         self.expected_edges = sum(path.stat().st_size // 4 for path in edges)
+        self.most_edges = sum(table.most_rows for table in self.tables)
         self.recipe: Mapping[str, Any] = {
             "source": "tables",
             "edges": [file_stamp(path) for path in edges],
@@ -112,18 +129,78 @@ class TableSource:
             "columns": [list(ends) for ends in self.ends],
             "node_columns": None if self.node_table is None else self.node_table.describe(),
             "text_ids": self.text_ids,
+            **({"rows": "by id"} if nodes is not None and not self.text_ids else {}),
             **({"names": "as they come"} if self.text_ids and nodes is None else {}),
             "num_nodes": num_nodes,
         }
         self._numbered_edges: Any = None  # the edges with numbers for names, once there are any
         self.num_nodes = self._count_nodes(num_nodes)
 
+    def _find_direction(self) -> tuple[str | None, bool]:
+        """Return the column that says Directed or Undirected, as Gephi writes it, and which."""
+        found: str | None = None
+        words = set[str]()
+        for table, ends in zip(self.tables, self.ends, strict=True):
+            lower = {name.lower(): name for name in table.names if name not in ends}
+            name = lower.get("type")
+            if name is None or not _is_word(table.types[table.names.index(name)]):
+                return None, False
+            for batch in table.batches([name], [pa.string()]):
+                words |= {str(word).lower() for word in batch.column(0).unique().to_pylist()}
+                if not words <= {"directed", "undirected"}:
+                    return None, False
+            found = name
+        if len(words) > 1:
+            raise DataError(
+                f"column {found!r} of {self.tables[0].path} says directed of some edges and "
+                "undirected of others",
+                hint="divide the table, or turn the undirected edges round yourself",
+            )
+        return found if words else None, words == {"undirected"}
+
+    def _tell(self, columns: TableColumns) -> None:
+        """Say what became of every file and every column."""
+        root = Path(os.path.commonpath([table.path.parent for table in self.tables]))
+        for table in self.tables:
+            self.reading.take(str(table.path.relative_to(root)), "edges")
+        table, (source, target, weight) = self.tables[0], self.ends[0]
+        given = {columns.source, columns.target}
+        for role, name in (("source", source), ("target", target)):
+            if name in given or _usual_ends(table.names) == (source, target):
+                self.reading.take(f"column {name}", role)
+            else:
+                self.reading.assume(f"{role} column", name, "by its place, not by its name")
+        for name in table.names:
+            if name == weight:
+                self.reading.take(f"column {name}", "weight")
+            elif name == self.direction:
+                self.reading.take(f"column {name}", f"both directions: {self.wants_reverse}")
+            elif name not in {source, target}:
+                kind = table.types[table.names.index(name)]
+                is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+                more = "; --column weight=NAME takes weights" if is_number else ""
+                self.reading.leave_out(f"column {name}", "neither end of an edge" + more)
+        if isinstance(table, CsvReader):
+            self.reading.assume("header", table.has_header, "from the first lines")
+        if self.node_table is not None:
+            self._tell_of_nodes(self.node_table)
+
+    def _tell_of_nodes(self, table: NodeTable) -> None:
+        for what in ("read", "assumed", "left_out", "harmless"):
+            for note in getattr(table.reading, what):
+                place = f"{table.table.path.name}: {note.name}"
+                getattr(self.reading, what).append(replace(note, name=place))
+
     def _needs_names(self) -> bool:
         for table, (source, target, _weight) in zip(self.tables, self.ends, strict=True):
             types = dict(zip(table.names, table.types, strict=True))
             if not all(pa.types.is_integer(types[end]) for end in (source, target)):
                 return True
-        return self.node_table is not None and not self.node_table.ids_are_rows()
+            if isinstance(table, CsvReader):  # 007 is another name than 7
+                fields = (value.strip() for end in (source, target) for value in table.values(end))
+                if any(re.fullmatch(r"-?0\d+", field) for field in fields):
+                    return True
+        return self.node_table is not None and not self.node_table.ids_are_numbers()
 
     def _count_nodes(self, given: int | None) -> int:
         if self.node_table is not None:
@@ -142,10 +219,13 @@ class TableSource:
                 "--ids text numbers them anew; --ids number keeps the gaps as nodes without edges"
             )
             check_gaps(count, num_edges, hint=hint)
+            self.gaps_hint = hint
         return count
 
     def prepare(self, folder: Path, *, memory_bytes: int, progress: Progress | None) -> None:
         """Number the nodes where ids are names; their list goes to ``names.parquet``."""
+        if self.node_table is not None:
+            self.node_table.check_memory(memory_bytes)
         if not self.text_ids:
             return
         if (folder / GRAPH_FILE).is_file():  # nothing will be asked of the edges
@@ -153,7 +233,7 @@ class TableSource:
                 check_names_file(folder, graph)
                 self.num_nodes = int(graph.attributes["num_nodes"])
             return
-        numbering = _Numbering(memory_bytes)
+        numbering = _Numbering(memory_bytes, self._doubtful())
         for names in () if self.node_table is None else self.node_table.names():
             numbering.add(names)
         known = numbering.places
@@ -174,6 +254,20 @@ class TableSource:
         rows = ArrayRows(weights) if self.weighted else None
         edges = ArrayRows(codes[known:].reshape(-1, 2))
         self._numbered_edges = ArrayEdges(edges, rows, pairs=True)
+
+    def _doubtful(self) -> dict[str, str]:
+        """Return patterns of names that a misread line would make, unless they were asked for."""
+        signs = "".join(sorted({t.delimiter for t in self.tables if isinstance(t, CsvReader)}))
+        found = {}
+        if signs and self._columns.quote is None:
+            found = {
+                r"[\r\n]": "a line break inside",
+                f"[{re.escape(signs)}]": "a delimiter inside",
+                '^"|"$': "a quotation mark at an end",
+            }
+        if signs and self._columns.comment is None:
+            found["^[#%]"] = _LIKE_A_COMMENT
+        return found
 
     def edges(self) -> Any:
         """Return the edges, numbered."""
@@ -204,6 +298,31 @@ class TableSource:
         return None if self.node_table is None else self.node_table.labels()
 
 
+def open_edges(path: Path, columns: TableColumns) -> TableReader:
+    """Open an edge table."""
+    chosen = {columns.source, columns.target} - {None}
+
+    def known(names: list[str]) -> bool:
+        given = bool(chosen) and chosen <= set(names)
+        return given or _usual_ends(names) is not None
+
+    return open_table(path, columns, known)
+
+
+def _is_word(kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _usual_ends(names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the two columns that have the names of the only pair that is there."""
+    lower = [name.lower() for name in names]
+    found = [pair for pair in _ENDS if set(pair) <= set(lower)]
+    if len(found) != 1:
+        return None
+    source, target = (names[lower.index(name)] for name in found[0])
+    return source, target
+
+
 def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, str | None]:
     if len(table.names) < 2:
         raise DataError(
@@ -211,34 +330,53 @@ def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, 
         )
     for name in (columns.source, columns.target, columns.weight):
         check_column(table, name)
-    source = columns.source or _usual(table.names, _SOURCES)
-    target = columns.target or _usual(table.names, _TARGETS)
+    usual = _usual_ends(table.names)
+    source, target = columns.source, columns.target
+    if source is None and target is None and usual is not None:
+        source, target = usual
+    if source is None or target is None:
+        if usual is None and source is None and target is None:
+            _check_first(table)
+        rest = [name for name in table.names if name not in (source, target, columns.weight)]
+        if usual is not None:
+            rest.sort(key=lambda name: name not in usual)
+        source = source or next(iter(rest), None)
+        target = target or next((name for name in rest if name != source), None)
     if source is None or target is None or source == target:
-        rest = [name for name in table.names if name not in (columns.source, columns.target)]
-        source = columns.source or rest.pop(0)
-        target = columns.target or next(iter(rest), None)
-    if target is None or source == target:
         raise DataError(
             f"source and target of {table.path} are both column {source!r}",
             hint="name them: --column source=NAME --column target=NAME",
         )
-    lost = [name for name in table.names if name not in (source, target, columns.weight)]
-    if lost:
-        _LOG.warning("%s: columns not stored: %s", table.path, ", ".join(lost))
     return source, target, columns.weight
 
 
-def _usual(names: list[str], usual: Sequence[str]) -> str | None:
-    """Return the only column with one of these names."""
-    found = [name for name in names if name.lower() in usual]
-    return found[0] if len(found) == 1 else None
+def _check_first(table: TableReader) -> None:
+    """Refuse to take the number of a row for the end of an edge."""
+    if len(table.names) < 3 or not isinstance(table, CsvReader) or not table.has_header:
+        return
+    first = table.names[0]
+    values = [value.strip() for value in table.values(first)]
+    in_turn = len(values) > 1 and all(map(str.isdigit, values))
+    if in_turn:
+        numbers = list(map(int, values))
+        in_turn = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    if in_turn or first.lower() in {"", "unnamed: 0", "index", "id", "edge_id", "eid"}:
+        raise DataError(
+            f"the first column of {table.path}, {first!r}, may be the number of the row: "
+            f"{', '.join(values[:4])}, ...",
+            hint="name the ends: --column source=NAME --column target=NAME",
+        )
+
+
+_LIKE_A_COMMENT = "a comment's mark at the front"
 
 
 class _Numbering:
     """Numbers for names in the order in which they first come, within a bound of memory."""
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, memory_bytes: int, doubtful: Mapping[str, str]) -> None:
         self._memory_bytes, self._check_bytes = memory_bytes, memory_bytes // 4
+        self._doubtful = {"^$": "it is empty", **doubtful}  # patterns, and what is wrong with them
         self._parts: list[Any] = []
         self._bytes = 0
         self.places = 0
@@ -279,7 +417,29 @@ class _Numbering:
         for part in self._parts:
             codes[place : place + len(part)] = part.indices.to_numpy()
             place += len(part)
-        return self._parts[0].dictionary, codes
+        return self._checked(self._parts[0].dictionary, codes)
+
+    def _checked(self, names: Any, codes: Ids) -> tuple[Any, Ids]:
+        """Return names without blanks around them; refuse what a misread line would make."""
+        bare = compute.utf8_trim_whitespace(names)
+        if not bare.equals(names):
+            found = bare.dictionary_encode()
+            _LOG.info("blanks around the names of nodes are left out")
+            names, codes = found.dictionary, found.indices.to_numpy()[codes]
+        for pattern, what in self._doubtful.items():
+            found = compute.match_substring_regex(names, pattern)
+            place = compute.index(found, pa.scalar(value=True)).as_py()
+            if place >= 0:
+                hint = (
+                    "say what quotation marks mean: --quote none where they are parts of names, "
+                    "--quote '\"' where they are around them"
+                )
+                if what == _LIKE_A_COMMENT:
+                    hint = "--comment none where it is a name, --comment '#' where it is a comment"
+                raise DataError(
+                    f"a node has the name {names[place].as_py()[:60]!r}: {what}", hint=hint
+                )
+        return names, codes
 
 
 def _in_turns(sources: Any, targets: Any) -> Any:

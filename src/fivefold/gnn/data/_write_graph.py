@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fivefold.gnn.data.parts import EdgeBlock, EdgePart, Progress, index_dtype
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader
 from fivefold.gnn.storage.pages import Array, Ids, first_outside
 
-_SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
+_SORT_BYTES_PER_EDGE = 56  # ids, weights and numbers twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512
 _MARK_EVERY_EDGES = 32 << 20
 _KIND_SPILL = "edge-spill"
@@ -33,19 +33,25 @@ _READ_BLOCK_BYTES = 1 << 20
 
 
 @njit
-def count_keys(values: Any, width: int, counts: Any) -> None:
-    """Add to ``counts[value // width]`` for every value."""
+def count_keys(values: Any, counts: Any) -> None:
+    """Add to ``counts[value]`` for every value."""
     for value in values:
-        counts[int(value) // width] += 1
+        counts[value] += 1
 
 
 @njit
-def assign_places(values: Any, width: int, starts: Any, places: Any) -> None:
-    """Write each value's place in a stable sort by ``value // width``; ``starts`` is used up."""
+def assign_places(values: Any, starts: Any, places: Any) -> None:
+    """Write each value's place in a stable sort; ``starts`` is used up."""
     for index in range(values.size):
-        bucket = int(values[index]) // width
-        places[index] = starts[bucket]
-        starts[bucket] += 1
+        places[index] = starts[values[index]]
+        starts[values[index]] += 1
+
+
+@njit
+def scatter(values: Any, places: Any, out: Any) -> None:
+    """Write each value to its place."""
+    for index in range(places.size):
+        out[places[index]] = values[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class EdgeBuckets:
         expected_edges: int,
         weighted: bool,
         memory_bytes: int,
-        numbered: bool = False,
+        numbers: np.dtype[Any] | None = None,
         drop_duplicates: bool = False,
     ) -> None:
         self.folder = folder
@@ -88,11 +94,12 @@ class EdgeBuckets:
             "targets": np.dtype(np.uint32 if self.width < 2**32 else np.int64),
             "sources": index_dtype(num_sources),
             **({"weights": np.dtype(np.float32)} if weighted else {}),
-            **({"edge_ids": np.dtype(np.int64)} if numbered else {}),
+            **({} if numbers is None else {"edge_ids": numbers}),
         }
         self._record = np.dtype(list(self.columns.items()))
         self.sizes = np.zeros(self.num_buckets, np.int64)
         self.position = 0
+        self.source_edges = 0  # read so far, before any rule
         self.complete = False
         self._held: list[tuple[Array, Ids]] = []  # blocks while all fit in memory, and their starts
         self._marked = 0
@@ -118,6 +125,7 @@ class EdgeBuckets:
         sections: dict[str, Any] = {
             "edges": (np.uint8, (None, self._record.itemsize)),
             "starts": (np.int64, (None, self._starts.shape[1])),  # rows of each block's buckets
+            "source_edges": (np.int64, (None,)),  # read up to the end of each block
         }
         options: dict[str, Any] = {"sections": sections, "attributes": attributes}
         try:
@@ -128,11 +136,13 @@ class EdgeBuckets:
         if resume:
             self.position = (writer.progress or {"position": 0})["position"]
             self.sizes = np.diff(writer.read("starts"), axis=1).sum(0)
+            self.source_edges = int(writer.read("source_edges").max(initial=0))
             self._marked = self.num_edges
 
     def _read_from(self, spill: Container) -> None:
         """Hand out what is in a spill; all edges are there."""
         self.complete, self._starts = True, spill.read("starts")
+        self.source_edges = int(spill.read("source_edges").max(initial=0))
         self.sizes = np.diff(self._starts, axis=1).sum(0)
         with spill:  # the reader has the file open itself
             self._reader = RowReader(
@@ -148,19 +158,27 @@ class EdgeBuckets:
         """Return the number of edges taken so far."""
         return int(self.sizes.sum())
 
-    def add(self, block: EdgeBlock) -> None:
-        """Take edges; their ids must be in range."""
-        self.position = block.position
-        counts = np.zeros(self.num_buckets, np.int64)
-        targets = block.targets.astype(np.int64, copy=False)
-        count_keys(targets, self.width, counts)
+    def add(self, block: EdgeBlock, source_edges: int = 0) -> None:
+        """Take edges; their ids must be in range.
+
+        ``source_edges`` says how many the source has given up to the end of the block.
+        """
+        self.position, self.source_edges = block.position, source_edges
+        edges, counts = np.empty(block.targets.size, self._record), np.zeros(1, np.int64)
+        values = {**block.values(), "targets": block.targets}
+        if self.num_buckets > 1:
+            own = (block.targets // self.width).astype(np.uint16)
+            values["targets"] = block.targets - own * np.int64(self.width)
+            counts, places = np.zeros(self.num_buckets, np.int64), np.empty(own.size, np.int64)
+            count_keys(own, counts)
+            assign_places(own, np.cumsum(counts) - counts, places)
+            for name in self.columns:
+                scatter(values[name], places, edges[name])
+        else:  # they stay as they come
+            counts[0] = block.targets.size
+            for name in self.columns:
+                edges[name] = values[name]
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        places = np.empty(targets.size, np.int64)
-        assign_places(targets, self.width, starts[:-1].copy(), places)
-        values = {**block.values(), "targets": targets % self.width}
-        edges = np.empty(targets.size, self._record)
-        for name in self.columns:
-            edges[name][places] = values[name]
         if self.in_memory and self.num_edges + edges.size > self.limit:
             self.in_memory = False  # there are more than expected
             self._open_spill(resume=False)
@@ -168,9 +186,10 @@ class EdgeBuckets:
         self.sizes += counts
         if self._writer is None:
             return
-        for held, places in self._held:
-            self._writer.append("starts", self._writer.rows("edges") + places[None])
+        for held, starts in self._held:
+            self._writer.append("starts", self._writer.rows("edges") + starts[None])
             self._writer.append("edges", held.view(np.uint8).reshape(-1, self._record.itemsize))
+            self._writer.append("source_edges", np.array([self.source_edges]))
         self._held = []
         if self.num_edges - self._marked >= _MARK_EVERY_EDGES:
             self._writer.mark({"position": block.position})
@@ -210,7 +229,7 @@ class EdgeBuckets:
             return
         degrees = np.zeros(num_nodes, np.int64)
         for edges in self._chunks(bucket, self._some):
-            count_keys(np.ascontiguousarray(edges["targets"]), 1, degrees)
+            count_keys(np.ascontiguousarray(edges["targets"]), degrees)
         ends = np.cumsum(degrees)
         first = 0
         while first < num_nodes:
@@ -276,14 +295,14 @@ class EdgeBuckets:
             edges = _without_duplicates(edges)
         targets = np.ascontiguousarray(edges["targets"])
         degrees = np.zeros(num_nodes, np.int64)
-        count_keys(targets, 1, degrees)
+        count_keys(targets, degrees)
         starts = np.cumsum(degrees) - degrees
         places = np.empty(targets.size, np.int64)
-        assign_places(targets, 1, starts, places)
+        assign_places(targets, starts, places)
         ordered = {}
         for name, values in _values_of(edges).items():
             ordered[name] = np.empty(values.shape, values.dtype)
-            ordered[name][places] = values
+            scatter(values, places, ordered[name])
         return CsrPiece(degrees, ordered)
 
 
@@ -348,7 +367,7 @@ def write_graph(
         num_sources=num_sources(attributes),
         expected_edges=expected * copies,
         weighted=part.weighted,
-        numbered=getattr(part, "numbered", False),
+        numbers=_numbers_of(part),
         memory_bytes=memory_bytes,
         drop_duplicates=rules.drop_duplicates,
     )
@@ -358,6 +377,14 @@ def write_graph(
             _fill(buckets, part, attributes, rules, (memory_bytes, progress))
         _write_buckets(path, buckets, attributes, progress)
         buckets.remove()
+
+
+def _numbers_of(part: EdgePart) -> np.dtype[Any] | None:
+    """Return the type of the edges' numbers in their source; None where they have no order."""
+    if not getattr(part, "numbered", True):
+        return None
+    most = part.num_edges if part.num_edges is not None else getattr(part, "most_edges", 1 << 62)
+    return index_dtype(most)
 
 
 def _recipe_id(attributes: Mapping[str, Any], rules: EdgeRules) -> str:
@@ -375,9 +402,12 @@ def _fill(
     memory_bytes, progress = run
     max_edges = max(1024, min(memory_bytes // 256, 4 << 20))
     total = (part.num_edges or 0) * (2 if rules.add_reverse else 1)
+    numbers = buckets.columns.get("edge_ids")
     for block in part.blocks(buckets.position, max_edges):
         _check_ids(block, attributes)
-        buckets.add(_ruled(block, rules))
+        first, stop = buckets.source_edges, buckets.source_edges + block.sources.size
+        ids = None if numbers is None else np.arange(first, stop, dtype=numbers)
+        buckets.add(_ruled(replace(block, edge_ids=ids), rules), stop)
         progress("edges read", buckets.num_edges, total)
     buckets.finish_adding()
 
@@ -445,6 +475,8 @@ def _write_buckets(
         **{names[key]: (dtype, (known,)) for key, dtype in buckets.columns.items()},
     }
     del sections["targets"]
+    numbered = "edge_ids" in buckets.columns
+    attributes = {**attributes, "source_edges": buckets.source_edges if numbered else None}
     with ContainerWriter(
         path, kind="graph", sections=sections, attributes=attributes, resume=True
     ) as writer:

@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import DataError
 from fivefold.gnn.data.parts import SPLITS, EdgeBlock, EdgePart, LabelPart
+from fivefold.reading import Reading
 
 
 class Rows(Protocol):
@@ -182,8 +183,9 @@ def as_rows(value: Any, name: str = "an array") -> Rows:
     """Return the rows of an array, a tensor, or the .npy file at a path; messages say ``name``."""
     if isinstance(value, str | os.PathLike):
         return FileRows(value)
-    if isinstance(value, FileRows | ArrayRows):
-        return value
+    if hasattr(value, "blocks") and hasattr(value, "stamp"):
+        rows: Rows = value
+        return rows
     return ArrayRows(np.atleast_1d(as_array(value, name)))
 
 
@@ -277,7 +279,6 @@ class ArraySource:
     label_rows: Rows | None = None
     weight_rows: Rows | None = None
     edge_feature_rows: Rows | None = None
-    numbered: bool = False  # whether edges keep their numbers though they have no features
     split_rows: Mapping[str, Rows] = field(default_factory=dict)
     given_nodes: int | None = None
     num_classes: int | None = None
@@ -285,6 +286,7 @@ class ArraySource:
     kind: str = "arrays"
 
     def __post_init__(self) -> None:
+        self.reading = Reading(self.name)
         self.edge_part: Any = None
         count, of_edges = 0, self.edge_feature_rows
         if self.edge_rows is not None:
@@ -292,7 +294,6 @@ class ArraySource:
                 self.edge_rows,
                 self.weight_rows,
                 pairs=self.edge_pairs,
-                numbered=self.numbered or of_edges is not None,
             )
             count = self.edge_part.num_edges
         self._edge_features = None
@@ -320,7 +321,6 @@ class ArraySource:
             "num_nodes": self.num_nodes,
             "num_classes": self.num_classes,
             **stamps,
-            **({"numbered": True} if self.numbered else {}),
         }
 
     def _count_nodes(self) -> int:
@@ -378,9 +378,15 @@ def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
     """Return the labels as int64, -1 where they are not a number."""
     if block.ndim > 1:
         if any(size != 1 for size in block.shape[1:]):
+            rows = np.nan_to_num(np.asarray(block, np.float64)).reshape(len(block), -1)
+            one_hot = bool(((rows == 0) | (rows == 1)).all() and (rows.sum(1) <= 1).all())
             raise DataError(
-                f"labels have shape {list(block.shape)}",
-                hint="give one class per node, [N]; labels.argmax(1) of one-hot rows",
+                f"labels have shape {list(block.shape)}"
+                + ("" if one_hot else ": several for each node"),
+                hint="give one class per node, [N]: labels.argmax(1)"
+                if one_hot
+                else "give one column of them, labels[:, 0]; batches of a Data in memory "
+                "(DiskLoader.from_dataset) have y as it is",
             )
         block = block.reshape(block.shape[0])
     if block.dtype.kind in "iub":
@@ -392,7 +398,11 @@ def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
         labels = classes.astype(np.int64)
     if not np.array_equal(labels, classes):
         wrong = float(classes[labels != classes][0])
-        raise DataError(f"a label is {wrong}", hint="labels are classes: whole numbers from 0")
+        raise DataError(
+            f"a label is {wrong}",
+            hint="labels are classes: whole numbers from 0; batches of a Data in memory "
+            "(DiskLoader.from_dataset) have y as it is, for regression too",
+        )
     return labels
 
 
@@ -477,9 +487,7 @@ class ArrayEdges:
         weights: Rows | None,
         *,
         pairs: bool | None = None,
-        numbered: bool = False,
     ) -> None:
-        self.numbered = numbered
         if len(rows.shape) != 2 or 2 not in rows.shape:
             raise DataError(f"edges have shape {list(rows.shape)}", hint="give [2, E] or [E, 2]")
         if rows.dtype.kind not in "iu":
@@ -508,13 +516,12 @@ class ArrayEdges:
         """Yield the edges from a position on."""
         weights = None if self.weights is None else self.weights.blocks(position, max_edges)
         for sources, targets in self._pairs(position, max_edges):
-            first, position = position, position + sources.size
+            position += sources.size
             numbers = None
             if weights is not None:
                 with np.errstate(over="ignore"):  # infinite weights are refused by the writer
                     numbers = next(weights).reshape(-1).astype(np.float32)
-            ids = np.arange(first, position) if self.numbered else None
-            yield EdgeBlock(sources, targets, position, numbers, ids)
+            yield EdgeBlock(sources, targets, position, numbers)
 
     def _pairs(self, position: int, max_edges: int) -> Iterator[tuple[Any, Any]]:
         if not self.split:
@@ -527,6 +534,13 @@ class ArrayEdges:
 
 
 def _as_ids(values: NDArray[Any]) -> NDArray[Any]:
-    """Return contiguous ids in the machine's byte order; too large uint64 become negative."""
+    """Return contiguous ids in the machine's byte order."""
+    most = int(values.max(initial=0)) if values.dtype.kind == "u" else 0
+    if most > np.iinfo(np.int64).max:
+        raise DataError(
+            f"an edge has the end {most}, which int64 does not hold: ids are names",
+            hint="number the nodes: numpy.unique(ids, return_inverse=True)[1]; of a table "
+            "--ids text does",
+        )
     kind = np.int64 if values.dtype.itemsize == 8 else values.dtype.newbyteorder("=")
     return np.ascontiguousarray(values, kind)

@@ -48,8 +48,9 @@ class EdgeBlock:
 class EdgePart(Protocol):
     """The edges of one edge type.
 
-    It may have a ``stamp``, JSON that says which edges they are, and ``numbered``: whether its
-    blocks carry edge ids, the rows of the edges' features.
+    It may have a ``stamp``, JSON that says which edges they are. The writer numbers the edges as
+    they come, unless ``numbered`` is False: then they have no order that somebody may refer to.
+    Where ``num_edges`` is None, ``most_edges`` may say how many there cannot be more of.
     """
 
     @property
@@ -96,7 +97,7 @@ class LabelPart:
 class Source(Protocol):
     """A homogeneous graph somewhere else.
 
-    It may have ``edge_features()``, the feature rows of its edges; the edges are ``numbered`` then.
+    It may have ``edge_features()``, the feature rows of its edges in the order of the edges.
     """
 
     name: str

@@ -80,7 +80,7 @@ def _degrees(graph: Container, num_nodes: int, progress: Progress) -> tuple[Ids,
             raise DataError(
                 f"{graph.path} names a node that is not there", hint="ingest the graph again"
             )
-        count_keys(sources, 1, degrees)
+        count_keys(sources, degrees)
         done += sources.size
         progress("degrees", done, num_edges)
     into = out = np.zeros(1, np.int64)

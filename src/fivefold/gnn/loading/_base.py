@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import difflib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NoReturn, Self, TypedDict, get_args
 
 import numpy as np
@@ -36,6 +37,62 @@ _LOG = logging.getLogger(__name__)
 _STATE_VERSION = 1
 
 Remainder = Literal["drop", "repeat"]
+
+
+# Options of PyG's loaders that have no counterpart of the same name: the values that change nothing
+# here, and what does what they do.
+_OF_PYG: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_workers": ((0,), "leave it out: threads prepare prefetch= batches ahead"),
+    "persistent_workers": ((False,), "leave it out: threads stay from epoch to epoch"),
+    "prefetch_factor": ((None,), "say prefetch=, the batches that are prepared ahead"),
+    "pin_memory": ((False,), "say device=: buffers are pinned where that is a GPU"),
+    "worker_init_fn": ((None,), "leave it out: there are no worker processes"),
+    "multiprocessing_context": ((None,), "leave it out: there are no worker processes"),
+    "filter_per_worker": ((None, False, True), "leave it out"),
+    "num_neighbors": ((), "say fanouts="),
+    "replace": ((False,), "neighbours are drawn without replacement: leave it out"),
+    "directed": ((True,), "edges of a batch are those that were drawn: leave it out"),
+    "subgraph_type": (("directional",), "edges of a batch are those that were drawn"),
+    "disjoint": ((False,), "batches with times (OnlineLoader, node_time= or edge_time=) are"),
+    "time_attr": ((None,), "OnlineLoader and LinkLoader take node_time= or edge_time="),
+    "weight_attr": ((None,), "weights that were ingested are drawn by: --column weight=NAME"),
+    "transform": ((None,), "apply it to the batch in the loop"),
+    "transform_sampler_output": ((None,), "apply it to the batch in the loop"),
+    "is_sorted": ((False, True), "leave it out: edges are sorted on ingestion"),
+    "neighbor_sampler": ((None,), "leave it out"),
+    "custom_init": ((None,), "leave it out"),
+    "drop_last": ((False,), "leave it out, or leave seeds out; remainder= is of ranks"),
+    "generator": ((None,), "say seed="),
+    "sampler": ((None,), "give the seeds in the order that is wanted, with shuffle=False"),
+    "batch_sampler": ((None,), "give the seeds in the order that is wanted, with shuffle=False"),
+    "collate_fn": ((None,), "apply it to the batch in the loop"),
+    "timeout": ((0,), "say timeout_s="),
+    "neg_sampling": ((None,), "LinkLoader takes negatives= and negatives_per_link="),
+    "neg_sampling_ratio": ((None, 0, 0.0), "LinkLoader takes negatives= and negatives_per_link="),
+    "input_nodes": ((), "OnlineLoader takes the seeds as its second argument"),
+    "input_time": ((None,), "OnlineLoader takes it, with node_time= or edge_time="),
+    "data": ((), "the graph is the first argument"),
+}
+
+
+def known_options(options: Mapping[str, Any], loader: str, more: Iterable[str] = ()) -> Any:
+    """Return the options of a loader without those of PyG's that change nothing here.
+
+    Raises:
+        ConfigurationError: Another one is not known; says what does what it does.
+    """
+    allowed, kept = {*LoaderOptions.__annotations__, *more}, {}
+    for name, value in options.items():
+        if name in allowed:
+            kept[name] = value
+            continue
+        same, advice = _OF_PYG.get(name, ((), ""))
+        if any(value is entry or (type(value) is type(entry) and value == entry) for entry in same):
+            continue
+        near = difflib.get_close_matches(name, allowed, n=1)
+        hint = advice or (f"is {near[0]} meant?" if near else f"use {', '.join(sorted(allowed))}")
+        raise ConfigurationError(f"{loader} has no option {name} (got {value!r})", hint=hint)
+    return kept
 
 
 class LoaderOptions(TypedDict, total=False):

@@ -27,6 +27,7 @@ from fivefold.gnn.loading._base import (
     LoaderStatistics,
     batch_order,
     check_dtype,
+    known_options,
 )
 from fivefold.gnn.loading._feature_store import LEVELS, FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
@@ -37,7 +38,13 @@ from fivefold.gnn.loading._pyg_batches import (
     seeds_of,
 )
 from fivefold.gnn.loading.batch import BatchMaker, Form, MiniBatch, Records, SeedTable, checked_form
-from fivefold.gnn.loading.prepare import Preparation, Prepared, StoreRecipe, fanouts_of
+from fivefold.gnn.loading.prepare import (
+    Preparation,
+    Prepared,
+    StoreRecipe,
+    edge_weights_of,
+    fanouts_of,
+)
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets, Policy
@@ -118,17 +125,9 @@ class DiskLoader(BatchLoader):
         packed = store if isinstance(store, Prepared) else Prepared.of_one(store, edges)
         self._stores = stores = packed.nodes
         planned = any(rows.plan.policy == "belady" for rows in stores.values())
-        settings = LoaderSettings(
-            shuffle=not planned if shuffle is None else shuffle,
-            seed=seed,
-            prefetch=prefetch,
-            **options,
-        )
-        if planned:
-            _check_planned(settings)
-        for name, value in (("threads", threads), ("memory_bytes", memory_bytes)):
-            if value is not None:
-                require_whole(name, value)
+        sizes = {"threads": threads, "memory_bytes": memory_bytes}
+        order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "prefetch": prefetch}
+        settings = _checked_settings({**options, **sizes}, planned=planned, **order)
         for rows in (*stores.values(), *packed.edges.values()):
             check_dtype(rows.dtype)
         if memory_bytes is None and prefetch is None:
@@ -176,8 +175,8 @@ class DiskLoader(BatchLoader):
     def from_dataset(  # noqa: PLR0913 - those of NeighborLoader, and what is packed
         cls,
         dataset: Any,
-        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
-        batch_size: int,
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]] | None = None,
+        batch_size: int = 0,
         *,
         input_nodes: ArrayLike | str | tuple[str, ArrayLike | None] | None = None,
         budgets: Budgets | str | None = None,
@@ -188,6 +187,7 @@ class DiskLoader(BatchLoader):
         shuffle: bool | None = None,
         seed: int = 0,
         edge_ids: bool = False,
+        weight_attr: str | None = None,
         prefetch: int = 2,
         progress: Progress | None = None,
         **options: Any,
@@ -219,7 +219,10 @@ class DiskLoader(BatchLoader):
             policy: "static" for batches in any order, "belady" for the planned one.
             shuffle: As for the loader itself.
             seed: Seed of samples and order.
-            edge_ids: Whether batches have ``e_id``; with features of edges they always do.
+            edge_ids: Whether batches have ``e_id``, and of a weighted data set ``edge_weight`` (4
+                bytes of memory an edge); with features of edges they always do.
+            weight_attr: Attribute of the edges of a ``Data`` or ``HeteroData`` by which neighbours
+                are drawn, as in PyG; None: all alike. A data set has its weights itself.
             prefetch: Batches that are prepared ahead.
             progress: Told of (stage, done, total) while it prepares.
             options: Further options of the loader: device, rank, world_size, verify, ...
@@ -244,19 +247,30 @@ class DiskLoader(BatchLoader):
             >>> batch.batch_size, tuple(batch.x.shape) == (batch.num_nodes, 4)
             (16, True)
         """
+        # All that can be wrong is looked at before anything is written.
+        options = known_options(options, "DiskLoader", ("threads", "memory_bytes"))
+        if fanouts is None:
+            message = "fanouts are missing"
+            raise ConfigurationError(message, hint="give the neighbours per hop, such as [10, 5]")
+        require_whole("batch_size", batch_size)
+        require_one_of(policy, get_args(Policy), f"policy is {policy!r}")
+        order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "prefetch": prefetch}
+        _checked_settings(options, planned=policy == "belady", **order)
+        edge_ids = require_flag("edge_ids", edge_ids)
+        for name, value in (("sampled_epochs", sampled_epochs), ("prefetch", prefetch)):
+            require_whole(name, value)
+        _budget_fields(budgets)
         with contextlib.ExitStack() as opened:
-            source = open_source(dataset, cache, form, opened)
+            source = open_source(dataset, cache, form, opened, weight_attr=weight_attr)
             everything = isinstance(source.made_into, SlicedData)
             input_type, seeds = seeds_of(source.dataset, input_nodes, everything=everything)
-            require_one_of(policy, get_args(Policy), f"policy is {policy!r}")
-            edge_ids = require_flag("edge_ids", edge_ids)
             recipe = StoreRecipe(
                 fanouts=fanouts_of(source.dataset, fanouts),
-                batch_size=require_whole("batch_size", batch_size),
-                epochs=require_whole("sampled_epochs", sampled_epochs),
+                batch_size=int(batch_size),
+                epochs=int(sampled_epochs),
                 seed=require_whole("seed", seed, least=0),
                 policy=policy,
-                buffer_batches=require_whole("prefetch", prefetch) + 1,
+                buffer_batches=int(prefetch) + 1,
                 edge_ids=edge_ids or source.has_edges,
                 **_budget_fields(budgets),
             )
@@ -278,6 +292,10 @@ class DiskLoader(BatchLoader):
                 form="edge_index" if form == "data" else form,
                 **options,
             )
+            if recipe.edge_ids and not isinstance(source.made_into, SlicedData):
+                weights = edge_weights_of(source.dataset)
+                stages = loader._stages
+                stages.make = dataclasses.replace(stages.make, weights=weights)
             if form == "data":
                 loader._made_into = source.made_into
             engines = loader._closing.pop_all()
@@ -343,6 +361,20 @@ def _budget_fields(budgets: Budgets | str | None) -> dict[str, Any]:
             f"budgets is {budgets!r}", hint='write a size such as "4 GB", or give Budgets'
         )
     return dataclasses.asdict(budgets)
+
+
+def _checked_settings(
+    options: Mapping[str, Any], *, planned: bool, shuffle: bool | None, **order: Any
+) -> LoaderSettings:
+    """Return the settings of a loader of packed batches."""
+    given = known_options(options, "DiskLoader", ("threads", "memory_bytes"))
+    for name in ("threads", "memory_bytes"):
+        if (value := given.pop(name, None)) is not None:
+            require_whole(name, value)
+    settings = LoaderSettings(shuffle=not planned if shuffle is None else shuffle, **order, **given)
+    if planned:
+        _check_planned(settings)
+    return settings
 
 
 def _check_planned(settings: LoaderSettings) -> None:

@@ -15,6 +15,7 @@ from fivefold.gnn.data import Dataset
 from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.loading._sampled import OnlineLoader
 from fivefold.gnn.loading.batch import MiniBatch
+from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.sampling.temporal import TemporalSampler
 from fivefold.gnn.storage.pages import Array, Ids
 
@@ -26,20 +27,27 @@ class LinkLoader(OnlineLoader):
 
     It takes the place of PyG's ``LinkNeighborLoader``. The seeds of a batch are the ends of its
     links, each once; ``edge_label_index`` numbers them as rows of the batch. Random pairs are
-    drawn from all nodes and may be links by chance, as in PyG.
+    drawn from all nodes, with times from those that exist already, and may be links by chance, as
+    in PyG.
 
     Args:
         dataset: Dataset that holds topology and features.
-        edge_label_index: ``[2, links]``, sources over targets; None: all edges of the graph.
+        edge_label_index: ``[2, links]``, sources over targets; None: all edges of the graph, in
+            the order of its source.
         fanouts: Neighbours per hop, -1 for all.
         batch_size: Links per batch; random pairs come on top.
         edge_label: Label of each link; None: 1. Where random pairs are added, whose label is 0,
-            labels that begin at 0 are raised by one, as in PyG.
+            labels that begin at 0 are raised by one, as in PyG. Where the links are all edges,
+            this and ``edge_label_time`` have an entry for each edge of the source: an edge that
+            was stored in both directions is two links with one entry, and equal edges of which
+            one was kept are one link, with the first one's.
         negatives: "binary" adds random pairs with label 0 to ``edge_label_index``; "triplet"
             gives ``src_index``, ``dst_pos_index`` and ``dst_neg_index``; None adds nothing.
         negatives_per_link: How many random pairs (or targets) for each link.
         edge_label_time: ``[links]``, the latest time that each link and its random pairs may see,
             with ``node_time`` or ``edge_time``; both ends of every pair have trees of their own.
+            Random pairs are drawn among the nodes that exist then: with ``edge_time`` a node does
+            since its first edge.
         options: Those of ``OnlineLoader``: topology, cache_bytes, shuffle, seed, form, rank, ...
 
     Raises:
@@ -72,15 +80,21 @@ class LinkLoader(OnlineLoader):
         if not isinstance(dataset, Dataset):
             message = f"links are of graphs of one type; got a {type(dataset).__name__}"
             raise ConfigurationError(message, hint="open a Dataset")
-        if "input_time" in options:
-            message = "links have edge_label_time in place of input_time"
-            raise ConfigurationError(message, hint="give one time for each link")
+        for name, instead in (("input_time", "edge_label_time"), ("ids", "edge_label_index")):
+            if name in options:
+                message = f"links have {instead} in place of {name}"
+                raise ConfigurationError(message, hint="give one for each link")
+        if options.get("topology") is None:
+            options["topology"] = dataset.topology()
+        ends, entries = _checked_links(edge_label_index, dataset, options["topology"])
         links = _Links(
-            _checked_links(edge_label_index, dataset),
+            ends,
+            entries,
             None if edge_label is None else as_array(edge_label, "edge_label"),
             negatives=negatives,
             ratio=negatives_per_link,
             num_nodes=dataset.num_nodes,
+            num_entries=ends.shape[1] if entries is None else options["topology"].num_source_edges,
             seed=options.get("seed", 0),
         )
         super().__init__(dataset, [], fanouts=fanouts, batch_size=batch_size, **options)
@@ -88,8 +102,9 @@ class LinkLoader(OnlineLoader):
             if edge_label_time is None:
                 message = "nodes or edges have times, but edge_label_time is None"
                 raise ConfigurationError(message, hint="give one time for each link")
-            nobody = np.zeros(links.ends.shape[1], np.int64)
-            links.set_times(self._sampler.times_of(nobody, edge_label_time, "edge_label_time"))
+            nobody = np.zeros(links.num_entries, np.int64)
+            limits = self._sampler.times_of(nobody, edge_label_time, "edge_label_time")
+            links.set_times(limits, self._sampler.born())
         elif edge_label_time is not None:
             message = "edge_label_time needs times of nodes or edges"
             raise ConfigurationError(message, hint="give node_time or edge_time too")
@@ -98,11 +113,22 @@ class LinkLoader(OnlineLoader):
         self._numbers(0)  # an impossible rank is refused here and not in the first epoch
 
 
-def _checked_links(given: ArrayLike | torch.Tensor | None, dataset: Dataset) -> Ids:
+def _checked_links(
+    given: ArrayLike | torch.Tensor | None, dataset: Dataset, topology: Adjacency
+) -> tuple[Ids, Ids | None]:
+    """Return the ends of the links, and where each has its entry of what is given per link.
+
+    None is for the first link the first entry, and so on.
+    """
     if given is None:
-        topology = dataset.topology()
         targets = np.repeat(np.arange(topology.num_nodes), np.diff(topology.indptr))
-        return np.stack([topology.indices.astype(np.int64), targets])
+        ends = np.stack([topology.indices.astype(np.int64), targets])
+        entries = topology.numbers_of(np.arange(topology.num_edges))
+        order = np.argsort(entries, kind="stable")
+        ends, entries = ends[:, order], entries[order]
+        in_turn = len(entries) == topology.num_source_edges
+        in_turn &= np.array_equal(entries, np.arange(len(entries)))
+        return ends, None if in_turn else entries
     ends = as_array(given, "edge_label_index")
     if ends.ndim != 2 or len(ends) != 2 or (ends.size and ends.dtype.kind not in "iu"):
         raise ConfigurationError(
@@ -115,20 +141,22 @@ def _checked_links(given: ArrayLike | torch.Tensor | None, dataset: Dataset) -> 
             f"{dataset.num_nodes} nodes",
             hint="ids of nodes count from 0",
         )
-    return ends.astype(np.int64)
+    return ends.astype(np.int64), None
 
 
 class _Links:
     """Links, and the random pairs of each batch; the same ones whenever they are asked for."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a loader of links was given, all by name
         self,
         ends: Ids,
+        entries: Ids | None,
         labels: Array | None,
         *,
         negatives: Negatives | None,
         ratio: int,
         num_nodes: int,
+        num_entries: int,
         seed: int,
     ) -> None:
         if negatives not in ("binary", "triplet", None):
@@ -136,12 +164,15 @@ class _Links:
                 f"negatives is {negatives!r}", hint='use "binary", "triplet" or None'
             )
         require_whole("negatives_per_link", ratio)
+        self.num_entries = num_entries
         if labels is not None and (
-            labels.shape[:1] != ends.shape[1:] or labels.dtype.kind not in "iufb"
+            len(labels.shape) == 0
+            or len(labels) != self.num_entries
+            or labels.dtype.kind not in "iufb"
         ):
             raise ConfigurationError(
                 f"edge_label has shape {list(labels.shape)} and dtype {labels.dtype} for "
-                f"{ends.shape[1]} links",
+                f"{self.num_entries} links",
                 hint="give one number, or one row of numbers, per link",
             )
         if labels is not None and negatives == "triplet":
@@ -150,15 +181,36 @@ class _Links:
         if labels is not None and negatives == "binary" and len(labels) and labels.min() == 0:
             labels = labels + 1
         self.ends, self._labels, self._kind, self._ratio = ends, labels, negatives, ratio
+        self._entries = entries
         self._num_nodes, self._seed = num_nodes, seed
         self._drawn_rows = {"binary": 2, "triplet": 1, None: 0}[negatives]
         self.name = f"{zlib.crc32(np.ascontiguousarray(ends).data):08x} {negatives} {ratio}"
         self._times: Array | None = None
+        self._by_birth: Ids | None = None  # nodes, the oldest first, and how many a link may see
+        self._num_born: Ids | None = None
 
-    def set_times(self, times: Array) -> None:
-        """Give each link, and its random pairs, a time: every end is a seed of its own then."""
-        self._times = times
+    def set_times(self, times: Array, born: Array) -> None:
+        """Give each link, and its random pairs, a time: every end is a seed of its own then.
+
+        ``times`` has an entry per link, ``born`` says since when each node exists: random pairs
+        are drawn among the nodes that exist at their link's time.
+        """
+        self._times = self._of(times, np.arange(self.ends.shape[1]))
         self.name += f" at {zlib.crc32(times.tobytes()):08x}"
+        if not self._drawn_rows:
+            return
+        self._by_birth = np.argsort(born, kind="stable")
+        self._num_born = np.searchsorted(born[self._by_birth], self._times, side="right")
+        if (none := np.flatnonzero(self._num_born == 0)).size:
+            raise ConfigurationError(
+                f"no node exists at {self._times[none[0]]}, the time of link {none[0]}, so that "
+                "no random pair can be drawn for it",
+                hint="leave such links out, or use negatives=None",
+            )
+
+    def _of(self, given: Array, chosen: Ids) -> Array:
+        """Return the entries of some links, of what is given for each."""
+        return given[chosen if self._entries is None else self._entries[chosen]]
 
     def times(self, chosen: Ids) -> Array | None:
         """Return the time of each of ``nodes``, or None."""
@@ -172,7 +224,10 @@ class _Links:
         key = np.random.SeedSequence((self._seed, epoch, batch, 0x6C696E6B))
         random = np.random.Generator(np.random.Philox(key))
         shape = (self._drawn_rows, len(chosen) * self._ratio)
-        return self.ends[:, chosen], random.integers(0, self._num_nodes, shape)
+        if self._by_birth is None or self._num_born is None:
+            return self.ends[:, chosen], random.integers(0, self._num_nodes, shape)
+        born = np.repeat(self._num_born[chosen], self._ratio)
+        return self.ends[:, chosen], self._by_birth[random.integers(0, born, shape)]
 
     def nodes(self, chosen: Ids, *, epoch: int, batch: int) -> Ids:
         """Return the ends of all pairs: each once, or with times one after another."""
@@ -199,10 +254,12 @@ class _Links:
             labels = self._labels_of(chosen, random.shape[1] if self._kind else 0)
             if labels is not None:
                 links["edge_label"] = labels
-        device = made.x.device
+        device, input_id = made.x.device, chosen
+        if self._entries is not None:
+            input_id = self._entries[chosen]
         return dataclasses.replace(
             made,
-            input_id=torch.from_numpy(chosen).to(device),
+            input_id=torch.from_numpy(input_id).to(device),
             links={name: value.to(device) for name, value in links.items()},
         )
 
@@ -211,7 +268,7 @@ class _Links:
             return None
         if self._labels is None:
             return torch.cat([torch.ones(len(chosen)), torch.zeros(extra)])
-        labels = torch.from_numpy(np.ascontiguousarray(self._labels[chosen]))
+        labels = torch.from_numpy(np.ascontiguousarray(self._of(self._labels, chosen)))
         if self._kind is None:
             return labels
         return torch.cat([labels, labels.new_zeros((extra, *labels.shape[1:]))])

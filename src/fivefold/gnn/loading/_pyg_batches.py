@@ -73,7 +73,12 @@ def seeds_of(
 
 
 def open_source(
-    data: Any, cache: str | Path | None, form: str, opened: contextlib.ExitStack
+    data: Any,
+    cache: str | Path | None,
+    form: str,
+    opened: contextlib.ExitStack,
+    *,
+    weight_attr: str | None = None,
 ) -> GraphSource:
     """Open a graph: a data set or its folder, or one of PyG, which is written into the cache."""
     require_one_of(form, ("data", "edge_index", "blocks"), f"form is {form!r}")
@@ -83,6 +88,11 @@ def open_source(
         message = 'form is "blocks", but the graph has several node types'
         raise ConfigurationError(message, hint='use "data" or "edge_index"')
     if isinstance(data, Dataset | HeteroDataset):
+        if weight_attr is not None:
+            raise ConfigurationError(
+                f"weight_attr is {weight_attr!r}, but the graph is a data set on disk",
+                hint="leave it out: neighbours are drawn by the weights that were ingested, if any",
+            )
         folder = data.folder / "prepared" if cache is None else Path(cache)
         made_into = LabelledData(data) if form == "data" else None
         return GraphSource(data, folder, made_into, bool(rows_of(data)[1]))
@@ -97,7 +107,7 @@ def open_source(
             hint="ingest it, or form='data'",
         )
     folder = cache_folder() if cache is None else Path(cache)
-    found = dataset_of(data, folder)
+    found = dataset_of(data, folder, weight_attr)
     opened.callback(found.close)
     stores = data.edge_stores
     beside = [name for store in stores for name in store.edge_attrs() if name != "edge_index"]
@@ -109,36 +119,53 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fivefold" / "gnn"
 
 
-def dataset_of(data: Any, cache: Path) -> Dataset | HeteroDataset:
+def dataset_of(data: Any, cache: Path, weight_attr: str | None = None) -> Dataset | HeteroDataset:
     """Write features and edges of a graph of PyG into a folder named by their contents.
 
     What else it holds stays in memory, where the batches take their part of it from.
     """
     source: ArraySource | HeteroSource
     if hasattr(data, "edge_types"):
-        source = _typed_source(data)
+        source = _typed_source(data, weight_attr)
         recipe: Any = {
             "nodes": [[name, dict(part.recipe)] for name, part in source.nodes.items()],
             "edges": [[*kind, part.stamp] for kind, part in source.edges.items()],  # type: ignore[attr-defined]
         }
     else:
-        source = _numbered_source(data)
+        source = _numbered_source(data, weight_attr)
         recipe = dict(source.recipe)
     with alone_in(cache):  # the ranks of a run all come here
         return ingest(source, cache / f"graph-{key_of(recipe)}")
 
 
-def _numbered_source(data: Any) -> ArraySource:
+def _weights_of(store: Any, name: str | None, what: str) -> Any:
+    """Return the attribute by which neighbours are drawn."""
+    if name is None:
+        return None
+    if name not in store:
+        raise ConfigurationError(
+            f"{what} has no attribute {name!r}, by which neighbours are to be drawn",
+            hint="name an attribute of every edge type: weight_attr=",
+        )
+    return store[name]
+
+
+def _numbered_source(data: Any, weight_attr: str | None) -> ArraySource:
     if getattr(data, "x", None) is None or getattr(data, "edge_index", None) is None:
         raise DataError(
             f"the graph has no x or no edge_index: {data}",
             hint="set data.x and data.edge_index (torch_geometric.transforms make it of adj_t)",
         )
-    source = array_source(data.edge_index, features=data.x, num_nodes=int(data.num_nodes))
-    return dataclasses.replace(source, name="data", edge_pairs=False, numbered=True)
+    source = array_source(
+        data.edge_index,
+        features=data.x,
+        weights=_weights_of(data, weight_attr, "the graph"),
+        num_nodes=int(data.num_nodes),
+    )
+    return dataclasses.replace(source, name="data", edge_pairs=False)
 
 
-def _typed_source(data: Any) -> HeteroSource:
+def _typed_source(data: Any, weight_attr: str | None) -> HeteroSource:
     lacking = [kind for kind in data.edge_types if "edge_index" not in data[kind]]
     if lacking or not any("x" in data[name] for name in data.node_types):
         what = f"{lacking[0]} has no edge_index" if lacking else "no node type has x"
@@ -158,7 +185,9 @@ def _typed_source(data: Any) -> HeteroSource:
         nodes[name] = array_source(None, features=x, num_nodes=int(count), name=name)
     for kind in data.edge_types:
         rows = as_rows(data[kind].edge_index, f"edge_index of {kind}")
-        edges[kind] = ArrayEdges(rows, None, pairs=False, numbered=True)
+        weights = _weights_of(data[kind], weight_attr, f"edge type {kind}")
+        by = None if weights is None else as_rows(weights, f"{weight_attr} of {kind}")
+        edges[kind] = ArrayEdges(rows, by, pairs=False)
     return HeteroSource(name="data", nodes=nodes, edges=edges)
 
 

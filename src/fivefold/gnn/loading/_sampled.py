@@ -26,11 +26,12 @@ from fivefold.gnn.loading._base import (
     LoaderSettings,
     LoaderStatistics,
     check_dtype,
+    known_options,
 )
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._pyg_batches import LabelledData, labels_of, seeds_of
 from fivefold.gnn.loading.batch import BatchMaker, MiniBatch, SeedTable, checked_form
-from fivefold.gnn.loading.prepare import rows_of
+from fivefold.gnn.loading.prepare import edge_weights_of, rows_of
 from fivefold.gnn.loading.rows import CachedRows, CachePolicy, DiskRows, MemoryRows, open_rows
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling.batches import (
@@ -111,14 +112,15 @@ class OnlineLoader(BatchLoader):
         shuffle: Put the ids in a new random order every epoch.
         resample: Draw other neighbours every epoch; False repeats the draws of epoch 0.
         seed: Seed of order and samples.
-        edge_ids: Whether batches have ``e_id``, and the rows of edges that have some; None: where
-            they do.
+        edge_ids: Whether batches have ``e_id``, and the rows and weights of edges that have some;
+            None: where they do.
         form: "edge_index", "blocks" for layered models, or "data" for PyG's ``Data`` or
             ``HeteroData``.
         prefetch: Batches that are prepared ahead.
         node_time: ``[nodes]``, when each node came into being: then only what is not later than a
             seed is sampled, each seed has a tree of its own, and seeds may stand several times.
-        edge_time: ``[edges]``, in place of it when each edge came into being, by ``e_id``.
+        edge_time: In place of it when each edge came into being: an entry for each edge of the
+            source, in its order (``e_id``).
         input_time: ``[seeds]``, the latest time that each seed may see; None: its node's.
         temporal_strategy: "uniform" draws among what is early enough, "last" takes the latest.
         options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
@@ -163,7 +165,8 @@ class OnlineLoader(BatchLoader):
         temporal_strategy: TemporalStrategy = "uniform",
         **options: Unpack[LoaderOptions],
     ) -> None:
-        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
+        given = known_options(options, type(self).__name__)
+        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **given)
         self._prefetch = require_whole("prefetch", prefetch)
         self._batch_size = require_whole("batch_size", batch_size)
         self._form = checked_form("edge_index" if form == "data" else form)
@@ -187,8 +190,9 @@ class OnlineLoader(BatchLoader):
             )
         nodes, edges = rows_of(dataset)
         edges = {} if edge_ids is False else edges
+        self._weights = {} if edge_ids is False else edge_weights_of(dataset)
         times = {"node_time": node_time, "edge_time": edge_time, "strategy": temporal_strategy}
-        draws = {"seed": seed, "edge_ids": bool(edge_ids or edges)}
+        draws = {"seed": seed, "edge_ids": bool(edge_ids or edges or self._weights)}
         self._sampler = _sampler_of(graph, fanouts, times if timed else None, **draws)
         self._links: Seeds | None = None
         if isinstance(self._sampler, TemporalSampler) and (len(seeds) or input_time is not None):
@@ -252,7 +256,7 @@ class OnlineLoader(BatchLoader):
         input_type, edge_rows, links = self._input_type, self._edge_rows, self._links
         topology = sampler.topology
         edge_types = topology.edge_types if isinstance(topology, HeteroAdjacency) else ()
-        table, form = self._seeds, self._form
+        table, form, weights = self._seeds, self._form, self._weights
 
         def sample(ticket: Ticket) -> SampledBatch | HeteroSampledBatch:
             number, chosen = ticket.batch, seeds[ticket.batch]
@@ -285,7 +289,7 @@ class OnlineLoader(BatchLoader):
                 edge_attr[kind], cost = source.read_any(edge_ids)
                 reading["edges"] += cost
             ends = table if links is None else SeedTable(sampled.seeds, None)
-            make = BatchMaker(ends, form, input_type, edge_types)
+            make = BatchMaker(ends, form, input_type, edge_types, weights)
             made = make(_parts(sampled), x, edge_attr).to(device)
             if links is None:
                 return made

@@ -127,10 +127,11 @@ class MiniBatch(_Tensors):
         num_sampled_edges: Edges of each hop.
         nodes_by_hop: Whether the rows stand hop after hop, which PyG's ``trim_to_layer`` needs.
         blocks: One ``Block`` per hop, outermost first, in the form "blocks"; else None.
-        e_id: int64 [edges], ids of the edges where the sample has them: their numbers in what was
-            ingested, or their places in the topology.
+        e_id: int64 [edges], ids of the edges where the sample has them: their places in the source
+            that was ingested, whatever the rules; of a generated graph those in the topology.
         edge_attr: Feature rows [edges, F] of the edges, where they have some; the edges of a
             block are the first ones.
+        edge_weight: float32 [edges], the weight of each, where edges have some and an ``e_id``.
         links: What a ``LinkLoader`` predicts, under PyG's names; in temporal batches also
             ``seed_time`` [seeds] and ``batch`` [nodes], the seed that each node was found from.
     """
@@ -148,6 +149,7 @@ class MiniBatch(_Tensors):
     blocks: tuple[Block, ...] | None = None
     e_id: Tensor | None = None
     edge_attr: Tensor | None = None
+    edge_weight: Tensor | None = None
     links: Mapping[str, Tensor] | None = None
 
     def __repr__(self) -> str:
@@ -181,7 +183,8 @@ class MiniBatch(_Tensors):
         )
         data.batch_size = self.batch_size
         data.input_id = self.input_id
-        beside = {"e_id": self.e_id, "edge_attr": self.edge_attr, **(self.links or {})}
+        of_edges = {name: getattr(self, name) for name in ("e_id", "edge_attr", "edge_weight")}
+        beside = {**of_edges, **(self.links or {})}
         for name, value in beside.items():
             if value is not None:
                 data[name] = value
@@ -223,6 +226,7 @@ class HeteroMiniBatch(_Tensors):
         nodes_by_hop: Whether the rows of every type stand hop after hop.
         e_id_dict: int64 [edges], ids of the edges of each type where the sample has them.
         edge_attr_dict: Feature rows [edges, F] of each edge type that has some.
+        edge_weight_dict: float32 [edges] of each edge type that has weights.
     """
 
     x_dict: Mapping[str, Tensor]
@@ -238,6 +242,7 @@ class HeteroMiniBatch(_Tensors):
     nodes_by_hop: bool = True
     e_id_dict: Mapping[EdgeType, Tensor] = dataclasses.field(default_factory=dict)
     edge_attr_dict: Mapping[EdgeType, Tensor] = dataclasses.field(default_factory=dict)
+    edge_weight_dict: Mapping[EdgeType, Tensor] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Show counts instead of numbers."""
@@ -262,6 +267,8 @@ class HeteroMiniBatch(_Tensors):
                 data[kind].e_id = self.e_id_dict[kind]
             if kind in self.edge_attr_dict:
                 data[kind].edge_attr = self.edge_attr_dict[kind]
+            if kind in self.edge_weight_dict:
+                data[kind].edge_weight = self.edge_weight_dict[kind]
         seeds = data[self.input_type]
         seeds.batch_size, seeds.y = self.batch_size, self.y
         if self.input_id is not None:
@@ -330,6 +337,12 @@ class BatchMaker:
     form: Form
     input_type: str | None = None
     edge_types: Sequence[EdgeType] = ()
+    weights: Mapping[Any, Array] = dataclasses.field(default_factory=dict)  # by the edges' ids
+
+    def _weights_of(self, kind: Any, ids: Ids | None) -> Tensor | None:
+        if ids is None or kind not in self.weights:
+            return None
+        return torch.from_numpy(self.weights[kind][ids])
 
     def __call__(
         self, parts: Records, x: Mapping[Any, Tensor], edge_attr: Mapping[Any, Array]
@@ -366,6 +379,7 @@ class BatchMaker:
             blocks=blocks,
             e_id=None if sampled.edge_ids is None else torch.from_numpy(sampled.edge_ids),
             edge_attr=edge_attr,
+            edge_weight=self._weights_of(None, sampled.edge_ids),
         )
 
     def _typed(
@@ -381,6 +395,7 @@ class BatchMaker:
         and the places of targets in the other.
         """
         edge_index, edge_ids, per_hop = {}, {}, {}
+        edge_weight: dict[EdgeType, Tensor] = {}
         next_edge, next_degree = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0)
         next_kind = dict.fromkeys(parts, 0)
         for kind in self.edge_types:
@@ -396,6 +411,8 @@ class BatchMaker:
             edge_index[kind] = torch.from_numpy(pairs)
             if own.edge_ids is not None:
                 edge_ids[kind] = torch.from_numpy(own.edge_ids[edges])
+                weights = self._weights_of(kind, own.edge_ids[edges])
+                edge_weight |= {} if weights is None else {kind: weights}
             next_kind[source] += hops
             next_edge[source] = edges.stop
             next_degree[target] += count
@@ -417,6 +434,7 @@ class BatchMaker:
             nodes_by_hop=not any(isinstance(part, BatchRecord) for part in parts.values()),
             e_id_dict=edge_ids,
             edge_attr_dict=edge_attr,
+            edge_weight_dict=edge_weight,
         )
 
 

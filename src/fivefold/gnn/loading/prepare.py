@@ -39,7 +39,7 @@ from fivefold.gnn.sampling import (
 from fivefold.gnn.sampling.batches import EdgeType, checked_fanouts, fanouts_by_type
 from fivefold.gnn.sampling.part_samples import EdgeSamples, NodeSamples
 from fivefold.gnn.storage import Container, DiskProfile, probe_disk
-from fivefold.gnn.storage.pages import PAGE_BYTES, Ids
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
@@ -379,6 +379,22 @@ def rows_of(data: Dataset | HeteroDataset) -> tuple[dict[Any, Container], dict[A
     nodes = {kind: data.features(kind) for kind in data.node_types if data.has_features(kind)}
     found = {kind: data.edge_features(kind) for kind in data.edge_types}
     return nodes, {kind: rows for kind, rows in found.items() if rows is not None}
+
+
+def edge_weights_of(data: Dataset | HeteroDataset) -> dict[Any, Array]:
+    """Return the weights of edges by their ids, for each type that has some: 4 bytes an edge."""
+    kinds = [None] if isinstance(data, Dataset) else data.edge_types
+    found = {}
+    for kind in kinds:
+        graph = data.graph if isinstance(data, Dataset) else data.graph(kind)  # type: ignore[arg-type]
+        if "weights" not in graph.sections:
+            continue
+        weights = graph.read("weights")
+        found[kind] = weights
+        if (ids := Adjacency.open(graph, mapped=True).edge_ids) is not None:
+            found[kind] = np.zeros(1 + int(ids.max(initial=-1)), np.float32)
+            found[kind][ids] = weights
+    return found
 
 
 def fanouts_of(

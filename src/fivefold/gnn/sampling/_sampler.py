@@ -153,6 +153,8 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
             len(os.sched_getaffinity(0)) if threads is None else require_whole("threads", threads)
         )
         self.edge_ids = require_flag("edge_ids", edge_ids)
+        if self.edge_ids:  # read now, in one thread
+            [topology.edge_ids for topology in edges.values()]
         self._buffers = _Buffers(list(types.num_nodes))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,9 +200,7 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
                     buffers=self._buffers,
                 )
                 sources = self._number(edges[kind], positions, tables[source])
-                ids, edge_ids = edges[kind].edge_ids, None
-                if self.edge_ids:
-                    edge_ids = positions.copy() if ids is None else ids[positions]
+                edge_ids = edges[kind].numbers_of(positions) if self.edge_ids else None
                 hops[kind].append(_Hop(degrees, sources, edge_ids))
             for name, table in tables.items():
                 bounds[name].append(table.count)

@@ -34,7 +34,6 @@ from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, Ids
 
 KIND = "samples"
 FORMAT_VERSION = 1
-_MANY = 1 << 62  # edges whose ids may be any
 _MARK_BYTES = 64 << 20  # a mark waits for the disk: after this much, it costs little beside writing
 
 
@@ -75,7 +74,7 @@ class RecordForm:
         drawn = (_most_drawn(edges[kind].max_degree, numbers) for kind, numbers in fanouts.items())
         return cls.narrowest(
             num_nodes=sampler.types.total_nodes,
-            num_edges=max(t.num_edges if t.edge_ids is None else _MANY for t in edges.values()),
+            num_edges=max(t.num_source_edges for t in edges.values()),
             max_degree=max(drawn),
             fanouts=[-1] * len(next(iter(fanouts.values()))),
             edge_ids=sampler.edge_ids,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_NODES = (1 << (63 - LOCAL_BITS)) - 2  # what a slot of the sampler's hash table can hold
 _MOST_IDS = 1 << 62
+_OF_FILES = ("arrays", "ogb", "mag240m", "pyg", "tables")  # sources whose edges have an order
 _BLOCK_ROWS = 1 << 20
 _MOST_DEGREE = (1 << 31) - 1  # what the degrees of a batch can hold
 
@@ -36,7 +39,7 @@ class Adjacency:
         indices: ``[num_edges]``, the source of each edge; int32 or int64, others are converted.
         weights: ``[num_edges]``, finite and not negative; float32. None means all alike.
         edge_ids: ``[num_edges]``, a number that samples carry for each edge, such as the row of
-            its features; int64. None means its place in ``indices``.
+            its features: its place in the source. None means its place in ``indices``.
         num_sources: How many nodes ``indices`` may name, where sources are of another type than
             targets; None means the same nodes.
         check: Check every index and weight now. Without it only ``indptr`` is checked, and an
@@ -75,14 +78,14 @@ class Adjacency:
         num_sources: int | None,
     ) -> None:
         self.indptr: Ids = _frozen(indptr, "indptr", np.int64)
-        kind = np.int32 if getattr(indices, "dtype", None) == np.int32 else np.int64
-        self.indices: Array = _frozen(indices, "indices", kind)
+        self.indices: Array = _frozen(indices, "indices", _narrow(indices))
         self.weights: NDArray[np.float32] | None = None
         if weights is not None:
             self.weights = _frozen(weights, "weights", np.float32)
-        self.edge_ids: Ids | None = None
+        self._edge_ids: Array | None = None
+        self._unread: _Unread | None = None
         if edge_ids is not None:
-            self.edge_ids = _frozen(edge_ids, "edge_ids", np.int64)
+            self._edge_ids = _frozen(edge_ids, "edge_ids", _narrow(edge_ids))
         if self.indptr.size == 0:
             message = "indptr is empty"
             raise DataError(message, hint="it has one entry more than there are nodes")
@@ -91,8 +94,29 @@ class Adjacency:
         self.num_sources: int = self.num_nodes
         if num_sources is not None:
             self.num_sources = require_whole("num_sources", num_sources, least=0)
+        self.num_source_edges: int = self.num_edges
+        if self._edge_ids is not None:
+            self.num_source_edges = max(self.num_edges, 1 + int(self._edge_ids.max(initial=-1)))
         self._fingerprint: str | None = None
         self._watched: WatchedFile | None = None
+
+    @property
+    def edge_ids(self) -> Array | None:
+        """Return the number of each edge, read from the file when first asked for.
+
+        Raises:
+            DataError: The file was written without them.
+        """
+        if self._unread is not None:
+            found = self._unread.read()
+            _check_block("edge_ids", found, 0, self.num_source_edges)
+            self._edge_ids, self._unread = _frozen(found, "edge_ids", found.dtype), None
+        return self._edge_ids
+
+    def numbers_of(self, places: Ids) -> Ids:
+        """Return the numbers of the edges at these places of ``indices``."""
+        ids = self.edge_ids
+        return places.copy() if ids is None else ids[places].astype(np.int64, copy=False)
 
     @classmethod
     def open(
@@ -127,12 +151,16 @@ class Adjacency:
 
         require_flag("mapped", mapped)
         read = container.memory_map if mapped else partial(container.read, progress=tell)
-        weights, edge_ids = (
-            read(name) if name in container.sections else None for name in ("weights", "edge_ids")
-        )
+        weights = read("weights") if "weights" in container.sections else None
         topology: Adjacency = cls.__new__(cls)
-        num_sources = container.attributes.get("num_sources")
-        topology._hold(read("indptr"), read("indices"), weights, edge_ids, num_sources)
+        about = container.attributes
+        topology._hold(read("indptr"), read("indices"), weights, None, about.get("num_sources"))
+        count = about.get("source_edges")
+        # Earlier versions kept no numbers, except of edges with features.
+        earlier = "source_edges" not in about and about.get("recipe", {}).get("source") in _OF_FILES
+        if count is not None or "edge_ids" in container.sections or earlier:
+            topology.num_source_edges = topology.num_edges if count is None else int(count)
+            topology._unread = _Unread(container.path, container.fingerprint, mapped)
         if mapped:  # what is verified now was written before this moment
             topology._watched = WatchedFile(container.path, container.descriptor)
             topology._check_rows(container.blocks("indptr", _BLOCK_ROWS, overlap=1))
@@ -150,7 +178,7 @@ class Adjacency:
         return sum(array.nbytes for array in self._arrays())
 
     def _arrays(self) -> list[Array]:
-        arrays = (self.indptr, self.indices, self.weights, self.edge_ids)
+        arrays = (self.indptr, self.indices, self.weights, self._edge_ids)
         return [array for array in arrays if array is not None]
 
     @property
@@ -187,23 +215,11 @@ class Adjacency:
         tell: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> None:
         """Read all that there is beside ``indptr`` once, in blocks."""
-        rules = {
-            "indices": ("comes from node", f"sources are 0 to {self.num_sources - 1}"),
-            "weights": ("has weight", "weights are finite and not negative; 0 means never sampled"),
-            "edge_ids": ("has the id", "from 0 on"),
-        }
-        for name, (what, hint) in rules.items():
+        held = {"indices": self.indices, "weights": self.weights, "edge_ids": self._edge_ids}
+        for name, array in held.items():
             first = 0
-            for block in blocks(name) if getattr(self, name) is not None else ():
-                if name == "weights":
-                    whole = not block.size or (block.min() >= 0 and block.max() < np.inf)
-                    place = -1 if whole else int(np.argmin((block >= 0) & (block < np.inf)))
-                else:
-                    place = first_outside(
-                        block, self.num_sources if name == "indices" else _MOST_IDS
-                    )
-                if place >= 0:
-                    raise DataError(f"edge {first + place} {what} {block[place]}", hint=hint)
+            for block in blocks(name) if array is not None else ():
+                _check_block(name, block, first, self.num_sources)
                 first += block.size
                 tell(first, self.num_edges)
 
@@ -223,7 +239,7 @@ class Adjacency:
     def _check_rows(self, blocks: Iterable[Ids]) -> None:
         if max(self.num_nodes, self.num_sources) > _MOST_NODES:
             raise DataError(f"{self.num_nodes} nodes", hint=f"at most {_MOST_NODES}")
-        for what, array in (("weights", self.weights), ("edge ids", self.edge_ids)):
+        for what, array in (("weights", self.weights), ("edge ids", self._edge_ids)):
             if array is not None and array.size != self.num_edges:
                 message = f"{array.size} {what} for {self.num_edges} edges"
                 raise DataError(message, hint="one for each edge")
@@ -247,6 +263,50 @@ class Adjacency:
         if most > _MOST_DEGREE:
             raise DataError(f"a node has {most} in-edges", hint=f"at most {_MOST_DEGREE}")
         self.max_degree: int = most
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """The numbers of edges in the file of a topology, which few readers need."""
+
+    path: Path
+    fingerprint: str
+    mapped: bool
+
+    def read(self) -> Array:
+        """Read them, once, from the same file."""
+        from fivefold.gnn.storage import Container  # noqa: PLC0415 - storage stands above
+
+        with Container.open(self.path, kind="graph") as graph:
+            if graph.fingerprint != self.fingerprint:
+                raise DataError(f"{self.path} was exchanged while it was used", hint="start again")
+            if "edge_ids" not in graph.sections:
+                raise DataError(
+                    f"{self.path} does not say in which order its edges came: an earlier version "
+                    "wrote it",
+                    hint="ingest the graph again: then all that is given per edge finds its edge",
+                )
+            return graph.memory_map("edge_ids") if self.mapped else graph.read("edge_ids")
+
+
+def _check_block(name: str, block: Array, first: int, num_sources: int) -> None:
+    """Refuse what no edge can have; ``first`` is the place of the block."""
+    what, hint = {
+        "indices": ("comes from node", f"sources are 0 to {num_sources - 1}"),
+        "weights": ("has weight", "weights are finite and not negative; 0 means never sampled"),
+        "edge_ids": ("has the id", "from 0 on"),
+    }[name]
+    if name == "weights":
+        whole = not block.size or (block.min() >= 0 and block.max() < np.inf)
+        place = -1 if whole else int(np.argmin((block >= 0) & (block < np.inf)))
+    else:
+        place = first_outside(block, _MOST_IDS if name == "edge_ids" else num_sources)
+    if place >= 0:
+        raise DataError(f"edge {first + place} {what} {block[place]}", hint=hint)
+
+
+def _narrow(values: ArrayLike) -> Any:
+    return np.int32 if getattr(values, "dtype", None) == np.int32 else np.int64
 
 
 def _frozen(values: ArrayLike, name: str, dtype: Any) -> Array:

@@ -32,7 +32,7 @@ class TemporalSampler:
         fanouts: Sequence[int],
         *,
         node_time: ArrayLike | None = None,  # [nodes]; an edge is as old as its source
-        edge_time: ArrayLike | None = None,  # [edges] by their ids, in place of node_time
+        edge_time: ArrayLike | None = None,  # [edges of the source], in place of node_time
         strategy: TemporalStrategy = "uniform",  # among what is early enough; "last": the latest
         seed: int = 0,
         edge_ids: bool = False,
@@ -50,7 +50,7 @@ class TemporalSampler:
         if edge_time is None:
             self.times = checked_times(node_time, topology.num_nodes, "node_time")
         else:
-            by_id = checked_times(edge_time, topology.num_edges, "edge_time")
+            by_id = checked_times(edge_time, topology.num_source_edges, "edge_time")
             self.times = by_id if topology.edge_ids is None else by_id[topology.edge_ids]
 
     def times_of(self, seeds: Ids, given: ArrayLike | None, name: str = "input_time") -> Array:
@@ -66,6 +66,17 @@ class TemporalSampler:
                 f"edges have times, but {name} is None", hint="give one time for each seed"
             )
         return self.times[seeds]
+
+    def born(self) -> Array:
+        """Return since when each node exists: its time, or that of its first edge."""
+        if self._of_nodes:
+            return self.times
+        most: Any = np.inf if self.times.dtype.kind == "f" else np.iinfo(self.times.dtype).max
+        born, topology = np.full(self.topology.num_nodes, most, self.times.dtype), self.topology
+        targets = np.repeat(np.arange(topology.num_nodes), np.diff(topology.indptr))
+        for ends in (topology.indices, targets):
+            np.minimum.at(born, ends, self.times)
+        return born
 
     def sample(
         self, seeds: ArrayLike, seed_time: ArrayLike, *, epoch: int, batch: int
@@ -94,9 +105,8 @@ class TemporalSampler:
             topology.check_unchanged()
             degrees.append(taken)
             sources.append(found.enter(topology.indices[positions], np.repeat(trees, taken)))
-            edge_ids.append(
-                positions if topology.edge_ids is None else topology.edge_ids[positions]
-            )
+            if self.edge_ids:
+                edge_ids.append(topology.numbers_of(positions))
         return SampledBatch(
             number=batch,
             node_ids=found.nodes,

@@ -1,0 +1,360 @@
+"""Tables as text, also packed: their delimiter, names, quotes and comments, and their rows.
+
+What the text does not say is not guessed where a wrong guess would lose or join rows: it is asked.
+"""
+
+from __future__ import annotations
+
+import csv as plain_csv
+import gzip
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fivefold.errors import DataError, UnsupportedError
+
+try:
+    import pyarrow as pa
+    from pyarrow import csv
+except ImportError as _error:  # pragma: no cover - the development environment has it
+    _message = "pyarrow is not installed, and tables are read with it"
+    raise UnsupportedError(_message, hint="pip install 'fivefold[gnn]'") from _error
+
+_BLOCK_BYTES = 4 << 20
+_PEEK_BYTES = 1 << 20  # holds a line of many columns
+_PEEK_LINES = 1000
+_COMMENTS = ("#", "%")
+_DELIMITERS = ("\t", ",", ";", "|", " ")
+_MOST_PACKED = 50_000  # times its own size that a packed file may hold (zstd)
+_PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
+_EMPTY_WORDS = {"", "na", "n/a", "nan", "null", "none", "?", "-", "."}
+NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """What a person says of tables as text.
+
+    Attributes:
+        header: Whether they begin with a line of names; None: found, where that is safe.
+        quote: What stands around fields, or "none"; None: a quotation mark, where the text fits.
+        comment: What comments begin with, or "none"; None: # or %, at the head.
+        missing: Words of fields that are empty.
+    """
+
+    header: bool | None = None
+    quote: str | None = None
+    comment: str | None = None
+    missing: Sequence[str] = ()
+
+
+class CsvReader:
+    """A table as text.
+
+    Args:
+        path: The file.
+        dialect: What a person says of it.
+        known: Whether a line of names names all columns that are needed.
+    """
+
+    def __init__(
+        self, path: Path, dialect: Dialect, known: Callable[[list[str]], bool] = lambda _: False
+    ) -> None:
+        self.path, self.dialect = path, dialect
+        self._marks: tuple[str, ...] = _COMMENTS
+        if dialect.comment is not None:
+            self._marks = () if dialect.comment == NONE else (dialect.comment,)
+        lines = self._first_lines()
+        table = (n for n, line in enumerate(lines) if line.strip() and line[0] not in self._marks)
+        self._skip = next(table, len(lines))
+        first, *rest = [*lines[self._skip :], ""]
+        self.delimiter = _delimiter_of(first, path)
+        below = [line for line in rest if line.strip()][:_PEEK_LINES]
+        self.quoted = dialect.quote not in {None, NONE} or (
+            dialect.quote is None and any(map(self._has_quote, [first, *below]))
+        )
+        fields = self._fields(first)
+        rows = [self._fields(line) for line in below] if fields else []
+        self._columns = [
+            [row[i] for row in rows if i < len(row)] for i in range(len(fields))
+        ]  # of the lines that were looked at
+        self.has_header = (
+            self._is_header(fields, known) if dialect.header is None else dialect.header
+        )
+        self.num_columns = len(fields)
+        generated = [str(index) for index in range(len(fields))]
+        self.names = [name.strip() for name in fields] if self.has_header else generated
+        self._check_names()
+        self._check_comments(lines[: self._skip], fields)
+        self._types: list[Any] | None = None
+
+    @property
+    def quote(self) -> str:
+        """Return what stands around fields."""
+        given = self.dialect.quote
+        return '"' if given is None or given == NONE else given
+
+    def values(self, name: str) -> list[str]:
+        """Return the fields of a column in the first lines."""
+        own = self._columns[self.names.index(name)]
+        return own if self.has_header else [*self._first_fields(name), *own]
+
+    def _first_fields(self, name: str) -> list[str]:
+        return [self._first[self.names.index(name)]]
+
+    def _has_quote(self, line: str) -> bool:
+        return '"' in line and re.search(rf'(^|{re.escape(self.delimiter)})"', line) is not None
+
+    def _fields(self, line: str) -> list[str]:
+        if self.delimiter == " " and "  " in line.strip():
+            raise DataError(
+                f"the columns of {self.path} stand apart by several blanks",
+                hint="put one delimiter between them: tr -s ' ' <FILE >NEW",
+            )
+        if not line:
+            return []
+        if not self.quoted:
+            found = line.split(self.delimiter)
+        else:
+            found = next(
+                plain_csv.reader([line], delimiter=self.delimiter, quotechar=self.quote), []
+            )
+        if not hasattr(self, "_first"):
+            self._first = found
+        return found
+
+    def _first_lines(self) -> list[str]:
+        try:
+            with pa.input_stream(str(self.path)) as stream:
+                head: bytes = stream.read(_PEEK_BYTES)
+        except (OSError, gzip.BadGzipFile) as error:
+            raise DataError(f"cannot read {self.path}: {error}", hint="check the file") from error
+        for mark, end in _PACKED.items():
+            if head.startswith(mark):
+                raise DataError(
+                    f"{self.path} is packed, but its name does not say so",
+                    hint=f"let the name end in {end}",
+                )
+        if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise DataError(f"{self.path} is UTF-16", hint="iconv -f UTF-16 -t UTF-8 <FILE >NEW")
+        if head.lower().startswith(b"%%matrixmarket"):
+            raise DataError(
+                f"{self.path} is a Matrix Market file, whose ids count from 1",
+                hint="read it with scipy.io.mmread and give its row and col to array_source",
+            )
+        # Lines as Arrow has them: text may end one at a form feed, too.
+        lines = [line.decode("utf-8-sig", "replace") for line in head.splitlines()]
+        return lines[:-1] if len(head) == _PEEK_BYTES and len(lines) > 1 else lines
+
+    def _check_names(self) -> None:
+        """Raise where two columns have one name: one of them would be taken for both."""
+        twice = next((name for name in self.names if self.names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(
+                f"{self.path} has two columns {twice!r}", hint="give every column its own name"
+            )
+
+    def _is_header(self, first: list[str], known: Callable[[list[str]], bool]) -> bool:
+        """Return whether a first line names the columns; no guess that could lose a row."""
+        if not first:
+            return False
+        for name, column in zip(first, self._columns, strict=True):
+            told = [value for value in column if _bare(value) not in _EMPTY_WORDS]
+            is_name = not is_number(name) and _bare(name) not in _EMPTY_WORDS
+            if is_name and told and all(map(is_number, told)):
+                return True  # no value of this column could be one
+        names = [_bare(name) for name in first]
+        if known([name.strip() for name in first]) and not any(
+            name in map(_bare, column) for name in names for column in self._columns
+        ):
+            return True
+        if any(map(is_number, first)) and not known([name.strip() for name in first]):
+            return False
+        raise DataError(
+            f"cannot tell whether the first line of {self.path} names the columns: "
+            f"{','.join(first)[:80]}",
+            hint="say so: --header yes or --header no (names=True or False in TableColumns)",
+        )
+
+    def _check_comments(self, head: list[str], fields: list[str]) -> None:
+        """Ask whether lines before the table are rows whose names begin with a mark."""
+        if self.dialect.comment is not None or len(fields) < 2:
+            return
+        numbers = any(column and all(map(is_number, column)) for column in self._columns)
+        like_rows = [line for line in head if line and len(self._fields(line)) == len(fields)]
+        if like_rows and not numbers and self.dialect.header is None and not self.has_header:
+            raise DataError(
+                f"cannot tell whether a line of {self.path} is a comment or a row: "
+                f"{like_rows[-1][:80]}",
+                hint="say so: --comment '#' or --comment none",
+            )
+
+    @property
+    def most_rows(self) -> int:
+        """Return a bound of the number of rows: three bytes and the end of the line each."""
+        packed = self.path.suffix in _PACKED.values()
+        return (1 + self.path.stat().st_size // 4) * (_MOST_PACKED if packed else 1)
+
+    @property
+    def types(self) -> list[Any]:
+        """Return the types as Arrow guesses them from the first block."""
+        if self._types is None:
+            self._types = [pa.int64()] * self.num_columns
+            for batch in self.batches(self.names):
+                self._types = list(batch.schema.types)
+                break
+        return self._types
+
+    def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
+        """Yield record batches."""
+        if self.num_columns == 0:
+            return
+        kinds = None if types is None else dict(zip(columns, types, strict=True))
+        checked = self.quoted or self.dialect.comment not in {None, NONE}
+        lines = _Lines(self) if checked else None
+        try:
+            reader = csv.open_csv(
+                str(self.path) if lines is None else pa.PythonFile(lines, mode="r"),
+                read_options=csv.ReadOptions(
+                    block_size=_BLOCK_BYTES,
+                    use_threads=False,
+                    skip_rows=(self._skip if lines is None else 0) + int(self.has_header),
+                    column_names=self.names,
+                ),
+                parse_options=csv.ParseOptions(
+                    delimiter=self.delimiter,
+                    quote_char=self.quote if self.quoted else False,
+                    newlines_in_values=self.quoted and self.dialect.quote is not None,
+                ),
+                convert_options=csv.ConvertOptions(
+                    include_columns=list(columns),
+                    column_types=kinds,
+                    null_values=["", *self.dialect.missing],  # a node may well be named NA
+                    strings_can_be_null=True,
+                ),
+            )
+            rows = 0
+            for batch in reader:
+                rows += batch.num_rows
+                yield batch
+        except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
+            if "Empty CSV" in str(error):
+                return
+            raise self._reading_error(error) from error
+        if lines is not None and self.dialect.quote is None:
+            self._check_rows(rows, lines.count - int(self.has_header))
+
+    def _check_rows(self, rows: int, lines: int) -> None:
+        if rows != lines:
+            raise DataError(
+                f"{self.path} has {lines} lines, but {rows} rows: a quotation mark joins lines",
+                hint="say what it means: --quote none where it is a part of names, --quote '\"' "
+                "where fields hold line breaks",
+            )
+
+    def _reading_error(self, error: Exception) -> DataError:
+        reason = str(error).replace("\n", " ")[:300]
+        hint = "mend the line it names"
+        if found := re.search(r"conversion error to (\w+): invalid value '(.*?)'", reason):
+            hint = f"mend the row; --missing {found[2]} where the word stands for an empty field"
+            if found[1].startswith("int"):
+                hint = "--ids text takes ids as names; or mend the row"
+            if found[2][:1] in _COMMENTS:
+                hint = f"--comment '{found[2][:1]}' leaves such lines out everywhere"
+            if '"' in found[2]:
+                hint = "--quote '\"' takes quotation marks off"
+        elif "Expected" in reason and "columns" in reason:
+            hint = "mend the line it names; --quote '\"' or --quote none say what a quotation mark "
+            hint += "means, --comment '#' leaves out comments between rows"
+        return DataError(f"{self.path} cannot be read as a table: {reason}", hint=hint)
+
+
+class _Lines(io.RawIOBase):
+    """The text of a table from its first line on, without comments; lines are counted."""
+
+    def __init__(self, table: CsvReader) -> None:
+        super().__init__()
+        self._stream = pa.input_stream(str(table.path))
+        self._table, self._rest, self._ended = table, b"", False
+        self._to_skip = table._skip  # noqa: SLF001 - a part of the reader
+        self.count = 0  # of lines that are neither empty nor comments
+        mark, between = table.dialect.comment, re.escape(table.delimiter).encode()
+        self._comment = self._stray = None
+        if mark not in {None, NONE}:
+            self._comment = re.compile(rb"(?m)^" + re.escape(str(mark)).encode() + rb".*\r?\n?")
+        if table.quoted and table.dialect.quote is None:
+            before, after = rb"(?<![" + between + rb"\n])", rb"(?![" + between + rb"\r\n])"
+            self._stray = re.compile(before + b'"' + after)
+
+    def readable(self) -> bool:
+        """Return True: Arrow asks."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next whole lines, some ``size`` bytes."""
+        while not self._ended:
+            chunk = self._stream.read(max(1 << 16, min(size, _BLOCK_BYTES)))
+            self._ended = not chunk
+            text = self._rest + chunk
+            cut = len(text) if self._ended else text.rfind(b"\n") + 1
+            text, self._rest = text[:cut], text[cut:]
+            text = self._cleaned(text)
+            if text:
+                return text
+        return b""
+
+    def _cleaned(self, text: bytes) -> bytes:
+        while self._to_skip and text:
+            end = text.find(b"\n") + 1 or len(text)
+            text, self._to_skip = text[end:], self._to_skip - 1
+        if self._comment is not None:
+            text = self._comment.sub(b"", text)
+        if self._stray is not None and b'"' in text:
+            self._check_quotes(text)
+        lines = np.count_nonzero(np.frombuffer(text, np.uint8) == 10)
+        lines += bool(text) and not text.endswith(b"\n")
+        self.count += int(lines) - len(re.findall(rb"(?m)^[\r]?\n", text))
+        return text
+
+    def _check_quotes(self, text: bytes) -> None:
+        bare = b"\n" + text.replace(b'""', b"") + b"\n"
+        found = None if self._stray is None else self._stray.search(bare)
+        if found is not None:
+            start = bare.rfind(b"\n", 0, found.start()) + 1
+            line = bare[start : bare.find(b"\n", start)].decode("utf-8", "replace")
+            raise DataError(
+                f"{self._table.path} has a quotation mark that neither begins nor ends a field: "
+                f"{line[:80]}",
+                hint="say what they mean: --quote none where they are a part of names, "
+                "--quote '\"' where they stand around fields",
+            )
+
+
+def _delimiter_of(line: str, path: Path) -> str:
+    """Return what stands between the fields of a line; what is in quotes does not count."""
+    bare = re.sub(r'"[^"]*"', "", line)
+    found = [delimiter for delimiter in _DELIMITERS if delimiter in bare]
+    if len(found) > 1 and found[0] != "\t" and found[1] != " ":
+        raise DataError(
+            f"the columns of {path} may be divided by {found[0]!r} or {found[1]!r}: {line[:80]}",
+            hint="put quotes around fields that hold one of them, or divide columns by tabs",
+        )
+    return found[0] if found else ","
+
+
+def _bare(field: str) -> str:
+    return field.strip().strip('"').lower()
+
+
+def is_number(field: str) -> bool:
+    """Return whether a field is a number."""
+    try:
+        float(_bare(field))
+    except ValueError:
+        return False
+    return _bare(field) not in _EMPTY_WORDS

@@ -1,0 +1,266 @@
+"""Random tables: every row and column is found again, or named, or the table is refused."""
+
+import contextlib
+import csv
+import gzip
+import io
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from fivefold.errors import DataError
+from fivefold.gnn.data import SourceOptions, TableColumns, find_source, ingest
+
+quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+WORDS = st.sampled_from(
+    ["a", "be", "to", "src", "or not", "id", '"q', 'q"', 'i"n', "#tag", "%p", " b", "b ", "x,y",
+     "x;y", "NA", "0", "7", "07", "1.5", "é"]
+)  # fmt: skip
+NUMBERS = st.integers(0, 40).map(str)
+HEADERS = st.sampled_from([None, ("src", "dst"), ("Source", "Target"), ("a", "be"), ("x1", "x2")])
+
+
+def read(folder, path, **options):
+    """Edges by the names of their ends, as often as they stand there."""
+    source, _ = find_source(path, SourceOptions(**options))
+    with ingest(source, folder / "out") as dataset:
+        topology = dataset.topology()
+        targets = np.repeat(np.arange(dataset.num_nodes), np.diff(topology.indptr))
+        names = [str(number) for number in range(dataset.num_nodes)]
+        if (folder / "out" / "names.parquet").exists():
+            names = parquet.read_table(folder / "out" / "names.parquet")["name"].to_pylist()
+        pairs = zip(topology.indices.tolist(), targets.tolist(), strict=True)
+        return source, Counter((names[s], names[t]) for s, t in pairs)
+
+
+@st.composite
+def texts(draw):
+    """A table as text, and its rows."""
+    field = draw(st.sampled_from([WORDS, NUMBERS]))
+    width = draw(st.integers(2, 3))
+    rows = draw(st.lists(st.lists(field, min_size=width, max_size=width), min_size=1, max_size=8))
+    header, delimiter = draw(HEADERS), draw(st.sampled_from(",\t;|"))
+    style = draw(st.sampled_from(["plain", "minimal", "all"]))
+    names = [] if header is None else [[*header, "more"][:width]]
+    if style == "plain":
+        assume(not any(delimiter in value for row in rows for value in row))
+        # What begins and ends with a mark says nothing of whether the marks belong to it.
+        assume(not any(value == '"' for row in rows for value in row))
+        lines = [delimiter.join(row) for row in [*names, *rows]]
+    else:
+        quoting = csv.QUOTE_ALL if style == "all" else csv.QUOTE_MINIMAL
+        out = io.StringIO()
+        csv.writer(out, delimiter=delimiter, quoting=quoting, lineterminator="\n").writerows(
+            [*names, *rows]
+        )
+        lines = out.getvalue().splitlines()
+    head = draw(st.sampled_from([[], ["# made by hand"], ["# src dst", "%"]]))
+    gaps = draw(st.sampled_from(["\n", "\r\n", "\n\n"]))
+    return gaps.join([*head, *lines, ""]), rows, delimiter
+
+
+@quiet
+@given(table=texts(), packed=st.booleans())
+@example(table=("to,be\nbe,or\nor,not\n", [["to", "be"], ["be", "or"], ["or", "not"]], ","),
+         packed=False)  # fmt: skip
+@example(table=('a\tb\n"b\tc\nc"\td\n', [["a", "b"], ['"b', "c"], ['c"', "d"]], "\t"), packed=False)
+def test_every_row_of_an_edge_table(tmp_path_factory, table, packed):
+    text, rows, _ = table
+    folder = tmp_path_factory.mktemp("t")
+    path = folder / ("e.csv.gz" if packed else "e.csv")
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    with contextlib.suppress(DataError):  # refused, with what to say
+        source, found = read(folder, path)
+        number = not source.text_ids
+        clean = (lambda value: str(int(value))) if number else str.strip
+        assert found == Counter((clean(row[0]), clean(row[1])) for row in rows)
+        assert {note.name for note in source.reading.read} >= {path.name}
+        assert not source.reading.missing(
+            f"column {name}" for name in source.tables[0].names if name not in source.ends[0]
+        )
+
+
+@quiet
+@given(rows=st.lists(st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=9))
+def test_plain_tables_are_read(tmp_path_factory, rows):
+    """The property above holds of a reader that refuses all: this one must not."""
+    folder = tmp_path_factory.mktemp("t")
+    for name, head in (("bare", ""), ("named", "src dst\n"), ("snap", "# From\tTo\n")):
+        path = folder / name / "e.txt"
+        path.parent.mkdir()
+        path.write_text(head + "".join(f"{s} {t}\n" for s, t in rows))
+        assert read(path.parent, path)[1] == Counter(rows)
+
+
+def columns_of_nodes(random, count):
+    """Columns of a node table: name, fields, and what they are."""
+    split = random.integers(0, 4, count)
+    labels = random.choice([0, 2, 10], count)
+    marks = [("1", "0"), ("True", "False"), ("true", "false")]
+    yes, no = marks[random.integers(len(marks))]
+    found = [("label", labels.astype(str), "label")]
+    for place, name in enumerate(["train_mask", "val_mask", "test_mask"]):
+        found.append((name, np.where(split == place, yes, no), "mask"))
+    if random.random() < 0.5:
+        found = [found[0], ("split", np.array(["train", "val", "test", ""])[split], "mask")]
+    found.append(("f", random.random(count).round(3).astype(str), "feature"))
+    found.append(("venue_id", random.integers(0, 3, count).astype(str), "left out"))
+    found.append(("title", np.array([f"on {n}" for n in range(count)]), "left out"))
+    words = random.random(count).round(3).astype(str)
+    if random.random() < 0.2:
+        words[random.integers(count)] = "n/a"
+    found.append(("g", words, "feature"))
+    random.shuffle(found)
+    return found, split, labels
+
+
+@quiet
+@given(
+    number=st.integers(0, 100_000), id_name=st.sampled_from(["id", "node_id", "paper_id", "nid"])
+)
+def test_every_column_of_a_node_table(tmp_path_factory, number, id_name):
+    random = np.random.default_rng(number)
+    count = int(random.integers(4, 9))
+    columns, split, labels = columns_of_nodes(random, count)
+    order = random.permutation(count)
+    columns.insert(0, (id_name, np.arange(count).astype(str), "id"))
+    folder = tmp_path_factory.mktemp("n")
+    (folder / "e.csv").write_text("src,dst\n" + f"0,{count - 1}\n")
+    lines = [",".join(name for name, _, _ in columns)]
+    lines += [",".join(values[row] for _, values, _ in columns) for row in order]
+    (folder / "n.csv").write_text("\n".join([*lines, ""]))
+    options = SourceOptions(nodes=folder / "n.csv")
+    broken = any("n/a" in values for _, values, _ in columns)
+    if broken:
+        with pytest.raises(DataError, match="'n/a' in row") as caught:
+            find_source(folder / "e.csv", options)
+        assert "--missing 'n/a'" in caught.value.hint
+        options = SourceOptions(nodes=folder / "n.csv", columns=TableColumns(missing=("n/a",)))
+    source, _ = find_source(folder / "e.csv", options)
+    left_out = {note.name for note in source.reading.left_out}
+    for name, _, what in columns:
+        assert (f"n.csv: {name}" in left_out) == (what == "left out")
+    assert not source.reading.missing(f"n.csv: {name}" for name, _, _ in columns)
+    with ingest(source, folder / "out") as dataset:
+        rows = [values for _, values, what in columns if what == "feature"]
+        expected = np.array([np.where(values == "n/a", "0", values) for values in rows], np.float32)
+        np.testing.assert_array_equal(dataset.features.read("x"), expected.T)
+        assert dataset.labels.tolist() == labels.tolist()
+        for place, ids in enumerate((dataset.train, dataset.valid, dataset.test)):
+            assert ids.tolist() == np.flatnonzero(split == place).tolist()
+
+
+EDGES = "src,dst\n0,1\n1,2\n"
+NODES = "id,{}\n0,1\n1,1\n2,1\n"
+
+
+def beside(text):
+    """A node table beside the edges."""
+    return {"e.csv": EDGES, "nodes.csv": text}
+
+
+@pytest.mark.parametrize(
+    ("files", "message", "hint"),
+    [
+        ({"e.csv": "to,be\nbe,or\n"}, "cannot tell whether the first line", "--header"),
+        ({"e.csv": "src,dst\nsrc,b\n"}, "cannot tell whether the first line", "--header"),
+        ({"e.tsv": 'src\tdst\n"b\tc\nd\te\nf"\tg\n'}, "joins lines", "--quote none"),
+        ({"e.tsv": 'src\tdst\n"a" b\tc\n'}, "neither begins nor ends", "--quote none"),
+        ({"e.csv": 'src,dst\n"a,b",c\n'}, "a delimiter inside", "--quote"),
+        ({"e.csv": "a,b\n#c,d\n", "header": False}, "a comment's mark", "--comment none"),
+        ({"e.csv": "src,dst\n0,1\n# odd\n"}, "cannot be read", "--comment"),
+        ({"e.csv": "src,dst\n0,1\nx,1\n", "ids": "number"}, "invalid value 'x'", "--ids text"),
+        ({"e.csv": ",a,b\n0,5,7\n1,7,9\n"}, "may be the number of the row", "--column source"),
+        ({"train.csv": EDGES, "test.csv": EDGES}, "or a split", "name the file"),
+        ({"e.csv": EDGES, "e.csv.gz": "src,dst\n2,2\n"}, "one table twice", "name the file"),
+        (beside("row,f\n0,1\n2,1\n1,1\n"), "looks like the ids", "--column node"),
+        (beside("id,label,y\n0,1,1\n1,1,1\n2,0,0\n"), "both be the label", "label"),
+        (beside("id,y,val_mask\n0,1,3\n1,1,1\n2,0,0\n"), "is a mask", "0 or 1"),
+        (beside("id,label,f\n0,1,1\n1,?,1\n2,0,0\n"), "'\\?' in row 2", "--missing"),
+        (beside('id,f\n0,"1,2"\n1,"1,2,3"\n2,"1,2"\n'), "row 2", "as many"),
+    ],
+)  # fmt: skip
+def test_what_is_asked(tmp_path, files, message, hint):
+    options = {key: files.pop(key) for key in ("ids", "header") if key in files}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, text in files.items():
+        data = text.encode()
+        (folder / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    columns = TableColumns(names=options.pop("header", None))
+    with pytest.raises(DataError, match=message) as caught:
+        read(tmp_path, folder, columns=columns, **options)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "expected"),
+    [
+        ('src\tdst\n"a\tb\nb\t"c\n', {"quote": "none"}, [('"a', "b"), ("b", '"c')]),
+        ('src,dst\n"a,b",c\n', {"quote": '"'}, [("a,b", "c")]),
+        ("#a,b\nb,#c\n", {"comment": "none", "names": False}, [("#a", "b"), ("b", "#c")]),
+        ("src,dst\n0,1\n# no\n1,2\n", {"comment": "#"}, [("0", "1"), ("1", "2")]),
+        ("to,be\nbe,or\n", {"names": False}, [("to", "be"), ("be", "or")]),
+        ("src, dst\na, b\nb ,a\n", {}, [("a", "b"), ("b", "a")]),
+        ("src,dst\n007,7\n", {}, [("007", "7")]),
+    ],
+)
+def test_what_was_said_is_done(tmp_path, text, columns, expected):
+    (tmp_path / "e.csv").write_text(text)
+    _, found = read(tmp_path, tmp_path / "e.csv", columns=TableColumns(**columns))
+    assert found == Counter(expected)
+
+
+def test_a_folder_says_what_it_read(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    texts = {"e.csv": EDGES, "README.txt": "a, b", "x.bin": "", "nodes.csv": NODES.format("f")}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "e.csv.gz").write_bytes(gzip.compress(EDGES.encode()))
+    source, found = read(tmp_path, folder)
+    assert found == Counter([("0", "1"), ("1", "2")])
+    assert {note.name for note in source.reading.left_out} >= {"README.txt", "x.bin", "e.csv.gz"}
+    assert not source.reading.missing(["e.csv", "nodes.csv: id", "nodes.csv: f"])
+
+
+def test_tables_of_gephi(tmp_path):
+    """Type says the direction, Label is a name of each node, and lines end as on old machines."""
+    names = [f"n{number}" for number in range(25)]
+    edges = ["Source,Target,Type", *(f"n{i},n{i + 1},Undirected" for i in range(24))]
+    (tmp_path / "e.csv").write_text("\r".join([*edges, ""]))
+    nodes = ["Id,Label,f", *(f"{name},{name.upper()},1" for name in names)]
+    (tmp_path / "n.csv").write_text("\n".join([*nodes, ""]))
+    source, both = find_source(tmp_path / "e.csv", SourceOptions(nodes=tmp_path / "n.csv"))
+    assert both
+    with ingest(source, tmp_path / "out") as dataset:
+        assert (dataset.num_nodes, dataset.num_edges, dataset.has_labels) == (25, 24, False)
+    assert not source.reading.missing(["column Type", "n.csv: Label"])
+    (tmp_path / "e.csv").write_text("Source,Target,Type\n0,1,Directed\n1,2,Undirected\n")
+    with pytest.raises(DataError, match="directed of some edges"):
+        find_source(tmp_path / "e.csv")
+
+
+def test_truth_values_are_labels(tmp_path):
+    (tmp_path / "e.csv").write_text(EDGES)
+    (tmp_path / "n.csv").write_text("id,label\n0,true\n1,false\n2,\n")
+    source, _ = find_source(tmp_path / "e.csv", SourceOptions(nodes=tmp_path / "n.csv"))
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.labels.tolist() == [1, 0, -1]
+
+
+def test_categories_keep_their_order(tmp_path):
+    (tmp_path / "e.csv").write_text(EDGES)
+    sizes = pa.DictionaryArray.from_arrays(pa.array([2, 0, 1]), pa.array(["small", "big", "huge"]))
+    parquet.write_table(pa.table({"id": [0, 1, 2], "label": sizes}), tmp_path / "n.parquet")
+    source, _ = find_source(tmp_path / "e.csv", SourceOptions(nodes=tmp_path / "n.parquet"))
+    with ingest(source, tmp_path / "out") as dataset:
+        assert (dataset.labels.tolist(), dataset.class_names) == (
+            [2, 0, 1],
+            ["small", "big", "huge"],
+        )

@@ -1,0 +1,124 @@
+"""Folders of other programs, known by their files and lists, never by the folder's name."""
+
+import gzip
+
+import numpy as np
+import pytest
+
+from fivefold.errors import DataError
+from fivefold.gnn.data import SourceOptions, find_source, ingest
+
+X = np.arange(8, dtype=np.float32).reshape(4, 2)
+ENDS = np.array([[0, 1, 2], [1, 2, 3]])
+
+
+def write(folder, files):
+    """Write texts, arrays and packed texts by their place in a folder."""
+    for place, content in files.items():
+        path = folder / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, np.ndarray):
+            np.save(path, content)
+        else:
+            data = content.encode()
+            path.write_bytes(gzip.compress(data) if place.endswith(".gz") else data)
+    return folder
+
+
+def edges_of(dataset):
+    topology = dataset.topology()
+    targets = np.repeat(np.arange(dataset.num_nodes), np.diff(topology.indptr))
+    order = np.argsort(topology.edge_ids)
+    return np.stack([topology.indices, targets])[:, order].tolist()
+
+
+def test_tables_of_dgl(tmp_path):
+    nodes = ["nid,y,train_mask,val_mask,test_mask,feat", '3,0,0,0,1,"6,7"', '1,1,1,0,0,"2,3"',
+             '2,1,0,1,0,"4,5"', '0,0,1,0,0,"0,1"']  # fmt: skip
+    listing = (
+        "dataset_name: mine\nedge_data:\n- {file_name: e_0.csv, src_id_field: a, dst_id_field: b}\n"
+        "node_data:\n- {file_name: n_0.csv, node_id_field: nid}\n"
+    )
+    write(tmp_path / "in", {
+        "meta.yaml": listing, "n_0.csv": "\n".join(nodes),
+        "e_0.csv": "w,b,a\n1,1,0\n2,2,1\n3,3,2\n", "extra.csv": "x\n1\n",
+    })  # fmt: skip
+    source, _ = find_source(tmp_path / "in")
+    with ingest(source, tmp_path / "out") as dataset:
+        assert edges_of(dataset) == ENDS.tolist()
+        np.testing.assert_array_equal(dataset.features.read("x"), X)
+        assert (dataset.train.tolist(), dataset.test.tolist()) == ([0, 1], [3])
+    assert {"extra.csv", "column w"} <= {note.name for note in source.reading.left_out}
+
+
+def test_arrays_of_graphbolt(tmp_path):
+    listing = """
+dataset_name: mine
+graph:
+  nodes: [{num: 4}]
+  edges: [{format: csv, path: e.csv}]
+feature_data:
+- {domain: node, name: feat, format: numpy, path: d/x.npy}
+tasks:
+- name: node_classification
+  num_classes: 3
+  train_set:
+  - data:
+    - {name: seeds, format: numpy, path: d/ids.npy}
+    - {name: labels, format: numpy, path: d/y.npy}
+"""
+    write(tmp_path / "in", {
+        "metadata.yaml": listing, "e.csv": "0,1\n1,2\n2,3\n", "d/x.npy": X,
+        "d/ids.npy": np.array([2, 0]), "d/y.npy": np.array([1, 2]), "d/more.npy": X,
+    })  # fmt: skip
+    source, _ = find_source(tmp_path / "in")
+    with ingest(source, tmp_path / "out") as dataset:
+        assert edges_of(dataset) == ENDS.tolist()
+        np.testing.assert_array_equal(dataset.features.read("x"), X)
+        assert (dataset.labels.tolist(), dataset.num_classes) == ([2, -1, 1, -1], 3)
+        assert sorted(dataset.train.tolist()) == [0, 2]
+    assert [note.name for note in source.reading.left_out] == ["d/more.npy"]
+
+
+def test_papers_of_igb(tmp_path):
+    files = {
+        "processed/paper/node_feat.npy": X,
+        "processed/paper/node_label_19.npy": np.array([0, 1, 2, 0]),
+        "processed/paper__cites__paper/edge_index.npy": ENDS.T.copy(),
+    }
+    source, _ = find_source(write(tmp_path / "in", files))
+    with ingest(source, tmp_path / "out") as dataset:
+        assert edges_of(dataset) == ENDS.tolist()
+        assert dataset.labels.tolist() == [0, 1, 2, 0]
+    chosen = write(tmp_path / "in", {"processed/paper/node_label_2K.npy": np.arange(4.0)})
+    with pytest.raises(DataError, match="several labels"):
+        find_source(chosen)
+    labels = chosen / "processed/paper/node_label_2K.npy"
+    source, _ = find_source(chosen, SourceOptions(arrays={"labels": labels}))
+    assert {note.name for note in source.reading.left_out} == {"paper/node_label_19.npy"}
+
+
+OGB = {
+    "raw/edge.csv.gz": "0,1\n1,2\n2,3\n", "raw/num-node-list.csv.gz": "4\n",
+    "raw/num-edge-list.csv.gz": "3\n", "raw/node-feat.csv.gz": "1\n2\n3\n4\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "both"),
+    [
+        ({}, False),
+        ({"split/sales_ranking/train.csv.gz": "0\n"}, True),
+        ({"split/time/train.csv.gz": "0\n", "raw/node_year.csv.gz": "1\n1\n1\n1\n"}, False),
+        ({"raw/edge_weight.csv.gz": "1\n2\n3\n", "raw/edge_year.csv.gz": "1\n1\n1\n"}, True),
+    ],
+)
+@pytest.mark.parametrize("name", ["ogbn_products", "data"])
+def test_directions_of_ogb(tmp_path, more, both, name):
+    source, wants_reverse = find_source(write(tmp_path / name, {**OGB, **more}))
+    assert wants_reverse == both
+    assert not source.reading.missing(["direction", *(place[4:] for place in OGB)])
+    unread = {place[4:] for place in more if "year" in place}
+    assert unread <= {note.name for note in source.reading.left_out}
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.weighted == ("raw/edge_weight.csv.gz" in more)
