@@ -99,8 +99,8 @@ def count_of_theirs(config: Any) -> int:
             model = transformers.AutoModel.from_config(config)
             own = not getattr(config, "tie_word_embeddings", False)
             head = int(own) * int(config.vocab_size) * int(config.hidden_size)
-            return head + sum(one.numel() for one in model.parameters())
-    return sum(one.numel() for one in model.parameters())
+            return head + sum(int(one.numel()) for one in model.parameters())
+    return sum(int(one.numel()) for one in model.parameters())
 
 
 def changes_of(family: str) -> Iterator[tuple[str, Any]]:
