@@ -142,7 +142,7 @@ def test_readme_example_under_torchrun(tmp_path):
     script.write_text(code)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     output = output_of([*launcher, "--nproc-per-node", "2", str(script)], tmp_path)
-    assert output.count("64 steps, 9 rounds, 9 merged") == 2
+    assert output.count("64 steps, 18 rounds, 18 merged") == 2
 
 
 def output_of(command, cwd):
