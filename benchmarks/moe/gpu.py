@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[2]
+from benchmarks.ladder import Limits, climb, put_checkout_first
 
 
 def _arguments() -> argparse.Namespace:
@@ -62,10 +62,7 @@ def _prepare_environment(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler counts launches, and talks
     os.environ["PYTHONUNBUFFERED"] = "1"
     os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
-    ours = [str(_ROOT / "src"), str(_ROOT)]
-    given = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*ours, *([given] if given else [])])
-    sys.path[:0] = ours
+    put_checkout_first()
     if arguments.interpret:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -75,7 +72,6 @@ def _prepare_environment(arguments: argparse.Namespace) -> None:
 
 
 def _climb(arguments: argparse.Namespace) -> int:
-    from benchmarks.moe._gpu._ladder import Limits, climb  # noqa: PLC0415 - see above
     from benchmarks.moe._gpu._steps import Step, steps_of  # noqa: PLC0415
 
     rungs = set(filter(None, arguments.rungs.split(",")))
@@ -110,7 +106,7 @@ def _climb(arguments: argparse.Namespace) -> int:
         steps,
         command,
         limits=Limits(budget_s=arguments.budget_s, step_s=arguments.step_s),
-        chosen=chosen,
+        order=[number for number, step in enumerate(steps) if chosen(step)],
         say=say,
         plant=lambda step: next((kind for kind, text in faults if text in step.name), ""),
     )

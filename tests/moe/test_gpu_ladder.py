@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.ladder import Limits, Rung, climb
 from benchmarks.moe._gpu._cases import KINDS, ROUTINGS, Case, of_kind, timed_cases
 from benchmarks.moe._gpu._exact import Exact
 from benchmarks.moe._gpu._operands import operands_of
@@ -42,14 +43,8 @@ RUNGS = [*RUNGS.split(","), "whole backward", "exchange"]
 
 def climbed(faults, child=CHILD, **limits):
     """The lines of a ladder whose steps are (backend, kind, fault)."""
-    pytest.importorskip("triton")
-    from benchmarks.moe._gpu._ladder import Limits, climb
-    from benchmarks.moe._gpu._steps import Step
-
     steps = [
-        Step(
-            rung=f"rung {n}", name=f"step {n}", backend=b, kind=k, needs=(b,) if b else (), run=None
-        )
+        Rung(rung=f"rung {n}", name=f"step {n}", backend=b, kind=k, needs=(b,) if b else ())
         for n, (b, k, _) in enumerate(faults)
     ]
     lines = []
@@ -57,7 +52,6 @@ def climbed(faults, child=CHILD, **limits):
         steps,
         [sys.executable, "-c", child],
         limits=Limits(**{"budget_s": 60.0, "step_s": 3.0} | limits),
-        chosen=lambda _step: True,
         say=lines.append,
         plant=lambda step: faults[steps.index(step)][2],
     )
@@ -108,7 +102,7 @@ def test_compiling_is_given_time_and_the_budget_is_kept():
     assert statuses(lines) == ["good", "good"]
     steps = [("fused", "bf16", "hang")] + 5 * [("split", "bf16", "")]
     _, lines = climbed(steps, budget_s=0.5, step_s=1.0)
-    assert statuses(lines) == ["hung"] + 5 * ["skipped"]
+    assert statuses(lines) == ["hung"] + 5 * ["no time"]
     assert lines[-2]["reason"] == "the budget of 0 s is used up"
 
 

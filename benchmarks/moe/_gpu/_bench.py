@@ -7,9 +7,7 @@ so tests show that the ladder goes on in every such case, and names the rung.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,18 +15,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["TOLERANCE", "Bench", "error_of", "say"]
+from benchmarks.ladder import say
+
+__all__ = ["TOLERANCE", "Bench", "error_of"]
 
 TOLERANCE = {"bf16": 5e-3, "fp16": 1e-3, "tf32": 1e-3, "fp32": 2e-6}
 """Relative Frobenius error against float64, of a forward; gradients may have twice as much."""
 _WATCHED_WORDS = 1 << 16
 _SHOWN = 16  # bad tiles and flags
-
-
-def say(**line: Any) -> None:
-    """Print one line of JSON, at once."""
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
 
 
 def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:

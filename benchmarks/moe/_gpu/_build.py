@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.moe._gpu._bench import say
+from benchmarks.ladder import say
 from benchmarks.moe._gpu._cases import (
     KINDS,
     Case,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import BenchmarkRow, write_results
 
-__all__ = ["convert"]
+__all__ = ["convert", "rows_of"]
 
 _CALLED = {"split": "ours in five launches"}
 
@@ -33,7 +33,7 @@ def convert(source: Path, target: Path | None) -> int:
     for line in lines:
         if line["event"] == "machine":
             versions, machine = line["versions"], line["machine"]
-    rows = [*_checks(lines), *_ceilings(lines), *_times(lines), *_swept(lines)]
+    rows = rows_of(lines)
     command = f"python -m benchmarks.moe.gpu --rows {source.name}"
     write_results(
         target, topic="moe/gpu", rows=rows, versions=versions, command=command, machine=machine
@@ -41,7 +41,16 @@ def convert(source: Path, target: Path | None) -> int:
     return 0
 
 
-def _checks(lines: list[dict[str, Any]]) -> Iterator[BenchmarkRow]:
+def rows_of(lines: Sequence[dict[str, Any]]) -> list[BenchmarkRow]:
+    """Return the rows of a results file.
+
+    Args:
+        lines: All that the ladder said.
+    """
+    return [*_checks(lines), *_ceilings(lines), *_times(lines), *_swept(lines)]
+
+
+def _checks(lines: Sequence[dict[str, Any]]) -> Iterator[BenchmarkRow]:
     """Yield how many steps of each rung and kind were right, and the largest share of a limit."""
     steps: dict[tuple[str, str], list[str]] = {}
     shares: dict[tuple[str, str], float] = {}
@@ -68,7 +77,7 @@ def _checks(lines: list[dict[str, Any]]) -> Iterator[BenchmarkRow]:
             )  # fmt: skip
 
 
-def _ceilings(lines: list[dict[str, Any]]) -> Iterator[BenchmarkRow]:
+def _ceilings(lines: Sequence[dict[str, Any]]) -> Iterator[BenchmarkRow]:
     for line in lines:
         if line["event"] == "row" and line["step"] == "timing / ceilings":
             yield BenchmarkRow(
@@ -76,7 +85,7 @@ def _ceilings(lines: list[dict[str, Any]]) -> Iterator[BenchmarkRow]:
             )
 
 
-def _times(lines: list[dict[str, Any]]) -> Iterator[BenchmarkRow]:
+def _times(lines: Sequence[dict[str, Any]]) -> Iterator[BenchmarkRow]:
     """Yield a row per case: the single kernel beside everyone, five launches of ours included."""
     cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for line in lines:
@@ -103,7 +112,7 @@ def _times(lines: list[dict[str, Any]]) -> Iterator[BenchmarkRow]:
             )  # fmt: skip
 
 
-def _swept(lines: list[dict[str, Any]]) -> Iterator[BenchmarkRow]:
+def _swept(lines: Sequence[dict[str, Any]]) -> Iterator[BenchmarkRow]:
     for line in lines:
         rung, _, case = line.get("step", "").partition(" / ")
         if line["event"] == "row" and rung in {"sweep", "sweep backward"} and "raw" in line:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.moe._gpu._bench import TOLERANCE, Bench, say
+from benchmarks.ladder import say
+from benchmarks.moe._gpu._bench import TOLERANCE, Bench
 from benchmarks.moe._gpu._cases import Case, kind_of
 from benchmarks.moe._gpu._exact import Exact
 from benchmarks.moe._gpu._operands import Operands, operands_of

@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
-import sys
 import sysconfig
-import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.ladder import Rung, say, serve
 from benchmarks.machine import describe_machine
-from benchmarks.moe._gpu._bench import Bench, say
+from benchmarks.moe._gpu._bench import Bench
 from benchmarks.moe._gpu._cases import (
     KINDS,
     Case,
@@ -49,29 +47,19 @@ PROGRAMS = (1, 2, 16, 132)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(Rung):
     """One thing that a child does.
 
+    Backends are "split" (also its kernels one by one), "fused", "backward" and "exchange"; kinds
+    are the keys of ``KINDS``.
+
     Attributes:
-        rung: Name of the rung.
-        name: Of this step; unique.
-        backend: "split" (also its kernels one by one), "fused", "backward", "exchange", or "" for
-            what disqualifies nobody.
-        kind: A key of ``KINDS``, or "".
-        needs: Backends that must not have failed in this kind.
         run: What to do, given a bench and the backends of ours that have not failed.
         bounded: Whether waits of kernels give up by themselves; timed kernels have no clock.
-        limit_s: Longest time.
     """
 
-    rung: str
-    name: str
     run: Callable[[Bench, set[str]], None]
-    backend: str = ""
-    kind: str = ""
-    needs: tuple[str, ...] = ()
     bounded: bool = True
-    limit_s: float = 25.0
 
 
 def machine(bench: Bench, _allowed: set[str]) -> None:
@@ -244,29 +232,18 @@ def work(*, tiny: bool) -> int:
         _listen()
     except Exception as reason:  # noqa: BLE001 - said; the first step says why
         say(event="note", text=f"triton: {type(reason).__name__}: {reason}")
-    say(event="ready", pid=os.getpid())
-    for line in sys.stdin:
-        order = json.loads(line)
-        step = steps[order["step"]]
+
+    def attempt(step: Step, order: Mapping[str, Any]) -> bool:
         bench = Bench(device, step=step.name, fault=order["fault"])
         if step.bounded:
             os.environ["FIVEFOLD_MOE_DEBUG"] = "6"
         else:
             os.environ.pop("FIVEFOLD_MOE_DEBUG", None)
         guard = bench.guard(order["guard_s"])
-        began_s, problem = time.monotonic(), None
         try:
             step.run(bench, set(order["allowed"]))
-        except Exception as reason:  # noqa: BLE001 - whatever it is, the others are worth a look
-            problem = f"{type(reason).__name__}: {str(reason)[:1500]}"
-            where = traceback.format_exc().splitlines()[-12:]
-            say(event="error", step=step.name, text=problem, where=where)
-        guard.cancel()
-        good = bench.good and problem is None
-        # After an error of the driver nothing works any more in this process.
-        poisoned = problem is not None and not tiny
-        took_s = time.monotonic() - began_s
-        say(event="end", step=step.name, good=good, seconds=took_s, problem=problem)
-        if poisoned:
-            return 1
-    return 0
+        finally:
+            guard.cancel()
+        return bench.good
+
+    return serve(steps, attempt, poisonous=not tiny)

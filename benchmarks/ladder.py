@@ -1,27 +1,30 @@
-"""The parent of the ladder: gives steps to a child, ends it where it hangs, and goes on.
+"""A ladder of steps: a parent gives them to a child, ends it where it hangs, and goes on.
 
-Nothing here touches the GPU or waits without an end. A child does one step after another, as long
-as it answers; starting one for every step would take longer than most steps.
+Nothing in the parent touches a GPU or waits without an end. A child does one step after another, as
+long as it answers; starting one for every step would take longer than most steps. Both write lines
+of JSON that have an "event". The standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from benchmarks.moe._gpu._steps import Step
-
-__all__ = ["Limits", "climb"]
+__all__ = ["Child", "Limits", "Rung", "climb", "put_checkout_first", "say", "serve"]
 
 _START_S = 90.0
 _COMPILE_S = 60.0  # more for each kernel that a step compiles first
@@ -29,6 +32,34 @@ _MOST_COMPILES = 6
 _GRACE_S = 4.0  # for a child to say what its control words are
 _GOING_S = 5.0  # for a child that crashed to be gone
 _MOST_FAILED_STARTS = 2
+_BAD = {"wrong", "hung", "crashed"}
+_ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """What the parent knows of a step.
+
+    Attributes:
+        rung: Name of the rung that it belongs to.
+        name: Of this step; unique.
+        backend: What a failure of this step disqualifies, together with ``kind``; "" for nothing.
+        kind: In which kind, such as a data type; or "".
+        needs: Backends that must not have failed in this kind.
+        limit_s: Longest time.
+        alone: Whether the child ends after it.
+    """
+
+    rung: str
+    name: str
+    backend: str = ""
+    kind: str = ""
+    needs: tuple[str, ...] = ()
+    limit_s: float = 25.0
+    alone: bool = False
+
+
+_Step = TypeVar("_Step", bound=Rung)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +69,12 @@ class Limits:
     Attributes:
         budget_s: Of the whole; what it does not allow is left out, by name.
         step_s: Most of a step; None: each step's own.
+        hard_s: When even the step that runs is ended, as one that had no time.
     """
 
     budget_s: float
     step_s: float | None = None
+    hard_s: float = math.inf
 
 
 class Child:
@@ -112,13 +145,14 @@ class Child:
 
 
 def climb(
-    steps: Sequence[Step],
+    steps: Sequence[_Step],
     command: Sequence[str],
     *,
     limits: Limits,
-    chosen: Callable[[Step], bool],
     say: Callable[[dict[str, Any]], None],
-    plant: Callable[[Step], str] = lambda _step: "",
+    plant: Callable[[_Step], str] = lambda _step: "",
+    before: Mapping[str, str] | None = None,
+    order: Sequence[int] | None = None,
 ) -> bool:
     """Run steps in order, whatever happens in them.
 
@@ -126,18 +160,26 @@ def climb(
         steps: All; a child knows them by number.
         command: Starts a child.
         limits: Of time.
-        chosen: Which steps to run.
         say: Takes every row, at once.
         plant: The fault to plant in a step, or "".
+        before: What became of steps of an earlier run, by name: they are not run again, and what
+            they disqualified stays so.
+        order: Numbers of the steps in the order in which they are run; None: all as they are.
 
     Returns:
         Whether all that was chosen was run and right.
     """
     ladder = _Ladder(command, limits, say)
-    for number, step in enumerate(steps):
-        if chosen(step):
-            ladder.run(number, step, plant(step))
-    ladder.close()
+    try:
+        known = before or {}
+        for step in steps:
+            ladder.remember(step, known.get(step.name, ""))
+        for number in range(len(steps)) if order is None else order:
+            step = steps[number]
+            if step.name not in known:
+                ladder.run(number, step, plant(step))
+    finally:
+        ladder.close()
     counts = ladder.counts
     say({"event": "summary", **counts, "disqualified": ladder.failed_by_name()})
     return set(counts) <= {"good"}
@@ -150,22 +192,28 @@ class _Ladder:
         self, command: Sequence[str], limits: Limits, say: Callable[[dict[str, Any]], None]
     ) -> None:
         self._command, self._limits, self._say = command, limits, say
-        self._end_s = time.monotonic() + limits.budget_s
+        now_s = time.monotonic()
+        self._end_s, self._hard_end_s = now_s + limits.budget_s, now_s + limits.hard_s
         self._child: Child | None = None
         self._failed: dict[tuple[str, str], str] = {}  # backend and kind: the step that failed
         self._failed_starts = 0
         self.counts: dict[str, int] = {}
 
-    def run(self, number: int, step: Step, fault: str) -> None:
+    def run(self, number: int, step: Rung, fault: str) -> None:
         """Run a step, or say why not."""
         reason = self._reason_not_to(step)
         if reason is not None:
             self._finish(step, "skipped", reason=reason)
             return
+        if time.monotonic() > self._end_s:
+            budget = f"the budget of {self._limits.budget_s:.0f} s is used up"
+            self._finish(step, "no time", reason=budget)
+            return
         child = self._ready(step)
         if child is None:
             return
         limit_s = step.limit_s if self._limits.step_s is None else self._limits.step_s
+        self._say({"event": "begin", "step": step.name})
         began_s = time.monotonic()
         deadline_s = began_s + limit_s
         allowed = [name for name in ("fused", "split") if (name, step.kind) not in self._failed]
@@ -174,9 +222,11 @@ class _Ladder:
         compiled = 0
         while True:
             try:
-                line = child.line(deadline_s)
+                line = child.line(min(deadline_s, self._hard_end_s))
             except queue.Empty:
-                self._lose(step, "hung", f"no end in {deadline_s - began_s:.0f} s")
+                over = deadline_s > self._hard_end_s
+                reason = f"no end in {min(deadline_s, self._hard_end_s) - began_s:.0f} s"
+                self._lose(step, "no time" if over else "hung", reason)
                 return
             if line is None:
                 late = time.monotonic() - began_s >= limit_s / 2 and self._control_shown
@@ -191,21 +241,21 @@ class _Ladder:
             self._say(line)
         more = {} if line["problem"] is None else {"reason": line["problem"]}
         self._finish(step, "good" if line["good"] else "wrong", seconds=line["seconds"], **more)
+        if step.alone:
+            self.close()
 
     _control_shown = False
 
-    def _reason_not_to(self, step: Step) -> str | None:
+    def _reason_not_to(self, step: Rung) -> str | None:
         for backend in step.needs:
             before = self._failed.get((backend, step.kind))
             if before is not None:
                 return f"{backend} in {step.kind} is disqualified by: {before}"
         if self._failed_starts >= _MOST_FAILED_STARTS:
             return "the child does not start"
-        if time.monotonic() > self._end_s:
-            return f"the budget of {self._limits.budget_s:.0f} s is used up"
         return None
 
-    def _ready(self, step: Step) -> Child | None:
+    def _ready(self, step: Rung) -> Child | None:
         if self._child is not None:
             return self._child
         self._child = child = Child(self._command)
@@ -224,7 +274,7 @@ class _Ladder:
         self._failed_starts = 0
         return child
 
-    def _lose(self, step: Step, status: str, reason: str) -> None:
+    def _lose(self, step: Rung, status: str, reason: str) -> None:
         """The child is gone, or has to go."""
         assert self._child is not None
         ended = self._child.end()
@@ -233,11 +283,15 @@ class _Ladder:
         parts = ", ".join(filter(None, (reason, ended)))
         self._finish(step, status, reason=parts, tail=tail)
 
-    def _finish(self, step: Step, status: str, **more: Any) -> None:
-        if status in {"wrong", "hung", "crashed"} and step.backend:
-            self._failed.setdefault((step.backend, step.kind), step.name)
+    def _finish(self, step: Rung, status: str, **more: Any) -> None:
+        self.remember(step, status)
         self.counts[status] = self.counts.get(status, 0) + 1
         self._say({"event": "step", "rung": step.rung, "step": step.name, "status": status} | more)
+
+    def remember(self, step: Rung, status: str) -> None:
+        """Disqualify what a bad step is of."""
+        if status in _BAD and step.backend:
+            self._failed.setdefault((step.backend, step.kind), step.name)
 
     def failed_by_name(self) -> dict[str, str]:
         """Who is disqualified, and by which step."""
@@ -245,5 +299,62 @@ class _Ladder:
 
     def close(self) -> None:
         """End the child."""
-        if self._child is not None:
-            self._child.end()
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
+
+
+# -- the child -----------------------------------------------------------------------------------
+
+
+def say(**line: Any) -> None:
+    """Print one line of JSON, at once, also where something has taken ``sys.stdout``."""
+    stream = sys.__stdout__ or sys.stdout
+    stream.write(json.dumps(line) + "\n")
+    stream.flush()
+
+
+def serve(
+    steps: Sequence[_Step],
+    attempt: Callable[[_Step, Mapping[str, Any]], bool],
+    *,
+    poisonous: bool,
+) -> int:
+    """Do the steps that come in by number, until there are no more.
+
+    Args:
+        steps: The parent's, in the same order.
+        attempt: Does one, given also the parent's order; whether it was right.
+        poisonous: Whether nothing works any more in a process after an exception, as after an
+            error of the driver.
+
+    Returns:
+        The exit code.
+    """
+    from fivefold.lab._linux import die_with_parent  # noqa: PLC0415 - the parent may lack it
+
+    die_with_parent(signal.SIGKILL)
+    say(event="ready", pid=os.getpid())
+    for line in sys.stdin:
+        order = json.loads(line)
+        step = steps[order["step"]]
+        began_s, good, problem = time.monotonic(), False, None
+        try:
+            good = attempt(step, order)
+        except Exception as reason:  # noqa: BLE001 - whatever it is, the others are worth a look
+            problem = f"{type(reason).__name__}: {str(reason)[:1500]}"
+            where = traceback.format_exc().splitlines()[-12:]
+            say(event="error", step=step.name, text=problem, where=where)
+        took_s = time.monotonic() - began_s
+        say(event="end", step=step.name, good=good, seconds=took_s, problem=problem)
+        if problem is not None and poisonous:
+            return 1
+    return 0
+
+
+def put_checkout_first() -> None:
+    """Have this process and its children import the package of this checkout."""
+    ours = [str(_ROOT / "src"), str(_ROOT)]
+    given = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*ours, *([given] if given else [])])
+    sys.path[:0] = ours
