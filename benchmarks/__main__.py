@@ -29,14 +29,19 @@ class Topic:
 
 
 def find_topics(folder: Path) -> list[Topic]:
-    """List the scripts of a benchmarks folder by name; what begins with ``_`` is no topic."""
+    """List the scripts of a benchmarks folder by name; what begins with ``_`` is no topic.
+
+    A folder with a ``__main__.py`` is one command, with the newest results of any of its topics.
+    """
     written = [read_results(path) for path in sorted((folder / "results").rglob("*.json"))]
     topics = []
     for script in sorted(folder.glob("*/*.py")):
-        if script.name.startswith("_"):
+        whole = script.with_name("__main__.py")
+        if script != whole and (script.name.startswith("_") or whole.exists()):
             continue
-        name = script.relative_to(folder).with_suffix("").as_posix()
-        own = [results for results in written if results.topic == name]
+        path = script.parent if script == whole else script.with_suffix("")
+        name = path.relative_to(folder).as_posix()
+        own = [each for each in written if each.topic == name or each.topic.startswith(f"{name}/")]
         newest = max(own, key=lambda results: results.date, default=None)
         docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
         topics.append(Topic(name, (docstring or "(no description)").splitlines()[0], newest))

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 
 from benchmarks.optim._workload import (
-    BATCH_SIZE,
     BETAS,
     CLIP_NORM,
     MODEL,
@@ -234,7 +233,6 @@ def train_ddp_stacked(
         dtype: Of parameters and arithmetic.
         device: Where it is trained; it comes back on the CPU.
     """
-    assert problem.batch_size == BATCH_SIZE, "all workers have the same number of tokens"
     stack = StackedModel(problem, number=1, dtype=dtype, device=device)
     for pair in _tokens_of(problem, world_size, device):
         inputs, targets = (tokens.view(1, -1, SEQUENCE_LENGTH) for tokens in pair)

@@ -24,7 +24,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,27 @@ LOCAL_SGD_TAU = 8
 # network card cuts and joins frames by itself.
 FRAME_BYTES = 60_000
 RESULTS = Path(__file__).parents[1] / "results" / "optim" / "hidden_communication.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, and where.
+
+    Attributes:
+        model: Its shape.
+        sequence_length: Tokens of a sequence.
+        batch_size: Sequences of a rank's step.
+        device: "cpu", or "cuda", which all ranks share.
+        autocast: Whether passes are in bfloat16, with parameters in float32.
+        compiled: Whether the passes are compiled, once for all variants.
+    """
+
+    model: ModelConfig = MODEL
+    sequence_length: int = SEQUENCE_LENGTH
+    batch_size: int = BATCH_SIZE
+    device: str = "cpu"
+    autocast: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,81 +120,161 @@ def variants(taus: list[int]) -> list[Variant]:
 
 
 class Bench:
-    """One rank's model factory, data and timings."""
+    """One rank's model, data and timings.
 
-    def __init__(self) -> None:
+    Args:
+        workload: What is trained.
+    """
+
+    def __init__(self, workload: Workload | None = None) -> None:
+        self.workload = work = workload or Workload()
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+        self._on_gpu = work.device != "cpu"
+        # Metadata and an outer state in the host's memory are sent from there.
+        dist.init_process_group("cpu:gloo,cuda:gloo" if self._on_gpu else "gloo")
         self.rank = dist.get_rank()
         tokenizer = load_tokenizer("bytes")
-        corpus = load_corpus(DataConfig(sequence_length=SEQUENCE_LENGTH), tokenizer)
+        corpus = load_corpus(DataConfig(sequence_length=work.sequence_length), tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self.tokens = corpus.train
         self.sampler = ShardedSampler(
             len(corpus.train),
-            sequence_length=SEQUENCE_LENGTH,
-            batch_size=BATCH_SIZE,
+            sequence_length=work.sequence_length,
+            batch_size=work.batch_size,
             rank=self.rank,
             world_size=dist.get_world_size(),
             seed=0,
         )
+        self.model = Transformer(
+            work.model, vocab_size=self.vocab_size, sequence_length=work.sequence_length
+        ).to(work.device)
+        self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self._loss = torch.compile(self.model.loss) if work.compiled else self.model.loss
 
-    def model(self) -> Transformer:
-        """A fresh model, equal on all ranks."""
-        return Transformer(MODEL, vocab_size=self.vocab_size, sequence_length=SEQUENCE_LENGTH)
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the model's loss in the workload's precision."""
+        with torch.autocast(self.workload.device, torch.bfloat16, enabled=self.workload.autocast):
+            found: torch.Tensor = self._loss(inputs, targets)
+        return found
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's shard of the text."""
+        """This rank's shard of the text, on the device."""
         step = 0
         while True:
-            yield gather_batch(self.tokens, self.sampler.batch_starts(step), SEQUENCE_LENGTH)
+            starts = self.sampler.batch_starts(step)
+            pair = gather_batch(self.tokens, starts, self.workload.sequence_length)
+            if self._on_gpu:  # pinned, so that the host does not wait for the copy
+                pair = pair[0].pin_memory(), pair[1].pin_memory()
+            yield tuple(part.to(self.workload.device, non_blocking=True) for part in pair)  # type: ignore[misc]
             step += 1
 
     def allreduce_s(self, repetitions: int = 2) -> float:
         """Mean seconds of a bare all-reduce of the payload, with nothing beside it."""
-        payload = torch.zeros(self.model().num_parameters)
-        dist.barrier()
+        payload = torch.zeros(self.model.num_parameters, device=self.workload.device)
+        self._meet()
         start_s = time.perf_counter()
         for _ in range(repetitions):
             dist.all_reduce(payload)
+        self._finish()
         return (time.perf_counter() - start_s) / repetitions
 
-    def sample(self, variant: Variant) -> dict[str, float]:
-        """Run one window and return its figures; the slower rank's time counts."""
-        model = self.model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        replica = _data_parallel(model) if variant.name == "DDP" else None
+    def _finish(self) -> None:
+        """Wait for what was issued to the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    def _meet(self) -> None:
+        self._finish()
+        dist.barrier()
+
+    def sample(self, variant: Variant, *, counts_waits: bool = False) -> dict[str, float]:
+        """Run one window and return its figures; the slower rank's time counts.
+
+        The loss is that of the first rank's last step, and ``replicas_differ`` how far parameters
+        of two ranks are from one another after the drain, where a variant makes them equal.
+
+        Args:
+            variant: What is run.
+            counts_waits: Whether a second window, on a GPU, counts how often the host waits.
+        """
+        model = self.model
+        model.load_state_dict(self._start)
+        model.zero_grad()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=self._on_gpu)
+        replica = self._data_parallel() if variant.name == "DDP" else None
         sync = None
         if variant.rule is not None:
             sync = OuterSync(model, optimizer, rule=variant.rule, codec=variant.codec)
         batches = self.batches()
+        marks: list[Any] = []
+        loss = torch.zeros(())
 
         def run(steps: int) -> None:
+            nonlocal loss
             for _ in range(steps):
                 inputs, targets = next(batches)
-                loss = model.loss(inputs, targets) if replica is None else replica(inputs, targets)
+                loss = self.loss(inputs, targets) if replica is None else replica(inputs, targets)
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 if sync is not None:
+                    marks.append(self._mark())
                     sync.step()
+                    marks.append(self._mark())
 
         run(variant.warm_up_steps)
         before = sync.statistics() if sync is not None else None
-        dist.barrier()
+        marks.clear()
+        self._meet()
         start_s = time.perf_counter()
         run(variant.steps)
+        self._finish()
         wall_s = time.perf_counter() - start_s
         figures = {"wall_s": wall_s, "step_s": wall_s / variant.steps}
         if sync is not None and before is not None:
             after = sync.statistics()
-            rounds = after.merged_rounds - before.merged_rounds
+            rounds = max(after.merged_rounds - before.merged_rounds, 1)
             figures["wait_share"] = (after.exposed_wait_s - before.exposed_wait_s) / wall_s
             figures["all_reduce_s"] = (after.in_flight_s - before.in_flight_s) / rounds
             figures["boundary_s"] = (after.boundary_s - before.boundary_s) / rounds
+        if self._on_gpu:
+            # What lies on the training stream between the optimizer's end and the next step's
+            # begin: kernels of boundaries, and the time in which nothing came because the host
+            # waited.
+            pairs = zip(marks[::2], marks[1::2], strict=True)
+            figures["between_steps_s"] = sum(a.elapsed_time(b) for a, b in pairs) / 1e3 / wall_s
+        if self._on_gpu and counts_waits:
+            figures["host_waits"] = _host_waits(lambda: run(variant.steps)) / variant.steps
+        if sync is not None:
             sync.finalize()
-        return self._slowest(figures)
+        figures = self._slowest(figures)
+        figures["loss"] = float(loss.detach())
+        if sync is not None or replica is not None:
+            figures["replicas_differ"] = self._difference()
+        return figures
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _difference(self) -> float:
+        """Return how far apart the ranks' parameters are, at most."""
+        mine = torch.cat([p.detach().reshape(-1).cpu() for p in self.model.parameters()])
+        least, most = mine.clone(), mine
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return float((most - least).max())
+
+    def _data_parallel(self) -> DistributedDataParallel:
+        """DDP as it comes, but without sending the constant rotary tables in every pass."""
+        known = inspect.signature(DistributedDataParallel).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {name: False}
+        return DistributedDataParallel(_Loss(self.model, self.loss), **options)
 
     def _slowest(self, figures: dict[str, float]) -> dict[str, float]:
         values = torch.tensor(list(figures.values()), dtype=torch.float64)
@@ -180,23 +282,29 @@ class Bench:
         return dict(zip(figures, values.tolist(), strict=True))
 
 
-def _data_parallel(model: Transformer) -> DistributedDataParallel:
-    """DDP as it comes, but without sending the constant rotary tables in every forward pass."""
-    known = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    options: dict[str, Any] = {name: False}
-    return DistributedDataParallel(_Loss(model), **options)
-
-
 class _Loss(torch.nn.Module):
     """DDP needs the loss to be computed in ``forward``."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(
+        self, model: Transformer, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._loss = model, loss
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.model.loss(inputs, targets)
+        return self._loss(inputs, targets)
+
+
+def _host_waits(work: Callable[[], None]) -> int:
+    """Return how often torch says that the host waited for the GPU."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
 def worker(output: Path, taus: list[int], repetitions: int) -> None:

@@ -1,9 +1,11 @@
 """The stacked simulation of ``quality`` equals the engine with a thread for each worker."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from benchmarks.optim._stacked import train_ddp_stacked, train_rule_stacked
-from benchmarks.optim._workload import CLIP_NORM, Problem, Worker
+from benchmarks.optim._workload import BATCH_SIZE, CLIP_NORM, Problem, Worker
 from benchmarks.optim.quality import METHODS, CodedTransport
 
 from fivefold.optim import DelayedGradients, OuterSync
@@ -83,8 +85,9 @@ def test_with_a_codec_the_difference_is_a_small_part_of_what_was_learnt(name):
     assert (found - expected).norm() < 0.02 * (expected - start).norm()
 
 
-def test_data_parallel_takes_the_mean_gradient():
-    given = problem()
+@pytest.mark.parametrize("batch_size", [BATCH_SIZE, 2])
+def test_data_parallel_takes_the_mean_gradient(batch_size):
+    given = replace(problem(), batch_size=batch_size)
     workers = [Worker(given, rank=rank, world_size=WORKERS) for rank in range(WORKERS)]
     for worker in workers:
         worker.model.double()

@@ -23,7 +23,8 @@ def options_of(script):
 TOPICS = [
     topic.name
     for topic in find_topics(FOLDER)
-    if "--quick" in options_of(FOLDER / f"{topic.name}.py")
+    if (FOLDER / f"{topic.name}.py").exists()  # not a folder that is one command
+    and "--quick" in options_of(FOLDER / f"{topic.name}.py")
 ]
 
 

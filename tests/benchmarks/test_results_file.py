@@ -144,7 +144,8 @@ def test_half_of_the_samples_lie_on_each_side_of_the_median(samples):
 
 @pytest.fixture
 def folder(tmp_path):
-    for name in ("optim/hidden", "optim/learning", "optim/_common", "optim/_peers/ddp"):
+    scripts = ["optim/hidden", "optim/learning", "optim/_common", "optim/_peers/ddp"]
+    for name in [*scripts, "gpu/__main__", "gpu/results", "gpu/_rows"]:
         script = tmp_path / f"{name}.py"
         script.parent.mkdir(exist_ok=True, parents=True)
         script.write_text(f'"""Measures {name}.\n\nMore.\n"""\n')
@@ -159,7 +160,10 @@ def test_topics_are_the_scripts_with_their_newest_results(folder):
     row = BenchmarkRow(case="a", metric="rate", unit="tokens/s", ours=2.0, spread=(1.0, 3.0),
                        peers={"DDP": 0.5}, limit=4.0, target=5.0, met=False)  # fmt: skip
     write_results(results / "new.json", topic="optim/hidden", rows=[row])
-    hidden, learning = find_topics(folder)
+    write_results(results / "gpu" / "a.json", topic="gpu/a", rows=[row])
+    gpu, hidden, learning = find_topics(folder)
+    assert gpu.lines()[:2] == ["gpu: Measures gpu/__main__.", "  python -m benchmarks.gpu"]
+    assert gpu.lines()[-1].startswith("  a: rate 2")
     assert hidden.lines()[:2] == [
         "optim/hidden: Measures optim/hidden.",
         "  python -m benchmarks.optim.hidden",

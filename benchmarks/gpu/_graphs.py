@@ -1,0 +1,84 @@
+"""Graphs on a GPU: seconds of an epoch from disk, beside the same with all features in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu._stage import Metric, Part, Report, Stage
+
+__all__ = ["GRAPHS"]
+
+_EPOCH, _PREPARE, _RIGHT = "seconds of an epoch", "seconds of preparation", "test accuracy"
+_SHARE = "bytes read in a second of the epochs, over the disk's rate"
+_MODES = {"disk": "from disk, a cache on the device", "memory": "features in memory"}
+_REAL = {
+    "nodes": 2_000_000, "dim": 128, "batch_size": 1024, "fanouts": (10, 10), "epochs": 4,
+    "hidden_dim": 128, "device": "cuda", "device_bytes": 200_000_000, "host_bytes": 600_000_000,
+}  # fmt: skip
+_TINY = {
+    "nodes": 3000, "dim": 16, "batch_size": 64, "fanouts": (4, 3), "epochs": 3, "hidden_dim": 32,
+    "device": "cpu", "device_bytes": 0, "host_bytes": 4_000_000,
+}  # fmt: skip
+
+
+def _train(report: Report, sizes: Mapping[str, Any]) -> None:
+    from fivefold.gnn.data import generate_graph  # noqa: PLC0415 - not in the parent
+    from fivefold.gnn.storage import probe_disk  # noqa: PLC0415
+    from fivefold.gnn.training import GnnConfig, train_graph  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        graph = folder / "graph"
+        generate_graph(graph, nodes=sizes["nodes"], dim=sizes["dim"], classes=8).close()
+        disk = probe_disk(folder)
+        for mode, words in _MODES.items():
+            tables = {
+                "run": {
+                    "output": folder / mode, "device": sizes["device"], "epochs": sizes["epochs"],
+                    "mode": mode, "validate_every_epochs": 0,
+                },
+                "data": {"path": graph, "store": str(folder / "store")},
+                "sampling": {"fanouts": sizes["fanouts"], "batch_size": sizes["batch_size"]},
+                "budgets": {
+                    "device": sizes["device_bytes"], "host": sizes["host_bytes"],
+                    "disk": 40_000_000_000,
+                },
+                "model": {"hidden_dim": sizes["hidden_dim"]},
+            }  # fmt: skip
+            config = GnnConfig.model_validate(tables)
+            result = train_graph(config)
+            case = f"{report.step}, {words}"
+            report.row(_RIGHT, result.test_accuracy or 0.0, case=case)
+            apart = ("validation", "checkpoint")
+            trained_s = result.wall_s - sum(result.seconds.get(name, 0.0) for name in apart)
+            report.row(
+                _EPOCH, trained_s / result.epochs, case=case, seconds=result.seconds,
+                data=result.data,
+            )  # fmt: skip
+            report.row(_PREPARE, sum(result.prepare_s.values()), case=case)
+            bytes_read = result.data.get("bytes_read")
+            if bytes_read is not None:
+                rate = bytes_read / trained_s / disk.sequential_read_bytes_per_s
+                report.row(_SHARE, rate, case=case)
+
+
+GRAPHS = Stage(
+    key="graphs",
+    minutes=3.0,
+    decides="Is a GPU fed from disk as fast as from memory: GraphSAGE, fan-out 10 and 10, "
+    "2 million nodes of 128 features?",
+    topic="gpu/graphs",
+    run=_train,
+    real=[Part(name="2 M nodes", limit_s=240.0, sizes=_REAL)],
+    tiny=[Part(name="3000 nodes", limit_s=240.0, sizes=_TINY)],
+    metrics=[
+        Metric(name=_EPOCH, unit="s"),
+        Metric(name=_PREPARE, unit="s"),
+        Metric(name=_SHARE, unit="ratio"),
+        Metric(name=_RIGHT, unit="ratio", right=(0.2, 1.0)),  # of 8 classes: chance is 0.125
+    ],
+    packages=("numpy", "pydantic", "numba", "scipy", "torch_geometric"),
+)
