@@ -23,9 +23,9 @@ _METHODS = (
 )
 _TOKENS_PER_PARAMETER = 20
 _WORKERS, _SEQUENCE = 4, 64
-_LR = {"AdamW": 2e-3, "Muon": 2e-3}
+_LR = {"AdamW": 3e-3, "Muon": 3e-3}
 # Width, layers, millions of parameters, sequences of a worker's step, longest time of a run.
-_SHAPES = {"10 M": (384, 6, 10.7, 128, 150.0), "25 M": (512, 8, 25.4, 256, 540.0)}
+_SHAPES = {"10 M": (384, 6, 10.7, 256, 240.0), "25 M": (512, 8, 25.4, 512, 540.0)}
 
 
 def _steps(millions: float, batch: int) -> int:

@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
 from fivefold.optim import CO2, DelayCorrected, DelayedGradients, LocalSGD, OuterRule, OuterSync
+from fivefold.optim._metadata import replica_hash
 from fivefold.train import ShardedSampler, Transformer, load_corpus, load_tokenizer
 from fivefold.train.config import DataConfig, ModelConfig
 from fivefold.train.sampler import gather_batch
@@ -190,8 +191,8 @@ class Bench:
     def sample(self, variant: Variant, *, counts_waits: bool = False) -> dict[str, float]:
         """Run one window and return its figures; the slower rank's time counts.
 
-        The loss is that of the first rank's last step, and ``replicas_differ`` how far parameters
-        of two ranks are from one another after the drain, where a variant makes them equal.
+        The loss is that of this rank's last step, and ``replicas_differ`` is 1 where parameters
+        of two ranks differ after the drain, though the variant makes them equal.
 
         Args:
             variant: What is run.
@@ -251,7 +252,7 @@ class Bench:
         figures = self._slowest(figures)
         figures["loss"] = float(loss.detach())
         if sync is not None or replica is not None:
-            figures["replicas_differ"] = self._difference()
+            figures["replicas_differ"] = float(self._replicas_differ())
         return figures
 
     def _mark(self) -> Any:
@@ -261,13 +262,12 @@ class Bench:
         event.record()
         return event
 
-    def _difference(self) -> float:
-        """Return how far apart the ranks' parameters are, at most."""
-        mine = torch.cat([p.detach().reshape(-1).cpu() for p in self.model.parameters()])
-        least, most = mine.clone(), mine
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return float((most - least).max())
+    def _replicas_differ(self) -> bool:
+        """Return whether any two ranks' parameters differ in a bit; little is sent for it."""
+        mine = replica_hash([p.detach().cpu() for p in self.model.parameters()])
+        hashes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hashes, mine)
+        return len(set(hashes)) > 1
 
     def _data_parallel(self) -> DistributedDataParallel:
         """DDP as it comes, but without sending the constant rotary tables in every pass."""

@@ -82,7 +82,7 @@ class StepRunner:
     def _batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         starts = self._sampler.batch_starts(number)
         inputs, targets = gather_batch(self._tokens, starts, self._config.data.sequence_length)
-        return inputs.to(self._ranks.device), targets.to(self._ranks.device)
+        return _to_device(inputs, self._ranks.device), _to_device(targets, self._ranks.device)
 
     def _update(self, batches: list[tuple[torch.Tensor, torch.Tensor]], step: int) -> None:
         optim, optimizer = self._config.optim, self._parts.optimizer
@@ -123,6 +123,13 @@ class StepRunner:
             loss = self._parts.method.loss(inputs, targets) * share
         self._parts.method.backward(loss)
         return loss.detach()
+
+
+def _to_device(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return tokens on the device; from pinned memory, so that the host does not wait for them."""
+    if device.type == "cuda":
+        return tokens.pin_memory().to(device, non_blocking=True)
+    return tokens.to(device)
 
 
 def cosine_with_warmup(
@@ -235,16 +242,18 @@ def evaluate(
         most = -(-_most_windows(corpus, config) // (ranks.world_size * config.optim.batch_size))
         batches += [np.empty(0, dtype=np.int64)] * (most - len(batches))
     loss_of = cast("LanguageModel", model).loss
-    nats, tokens = 0.0, 0
+    # In float64 as sums of floats are, and on the device: the host waits for it once.
+    nats, tokens = torch.zeros((), dtype=torch.float64, device=ranks.device), 0
     model.eval()
     with autocast:
         for starts in batches:
             inputs, targets = gather_batch(corpus.validation, starts, length)
-            loss = loss_of(inputs.to(ranks.device), targets.to(ranks.device))
-            nats += float(loss) * targets.numel() if targets.numel() else 0.0
+            loss = loss_of(_to_device(inputs, ranks.device), _to_device(targets, ranks.device))
+            if targets.numel():
+                nats += loss.double() * targets.numel()
             tokens += targets.numel()
     model.train()
-    total_nats, total_tokens = ranks.sum([nats, float(tokens)], what="the validation loss")
+    total_nats, total_tokens = ranks.sum([float(nats), float(tokens)], what="the validation loss")
     loss_mean = total_nats / total_tokens
     size = {"num_tokens": len(corpus.validation), "num_bytes": corpus.validation_bytes}
     return Validation(loss=loss_mean, bits_per_byte=bits_per_byte(loss_mean, **size))
