@@ -112,7 +112,8 @@ class Child:
                 found = None
             if isinstance(found, dict) and "event" in found:
                 return found
-            self.tail.append(text.rstrip()[:300])
+            if not text.isspace():
+                self.tail.append(text.rstrip()[:300])
 
     def send(self, order: dict[str, Any]) -> None:
         """Give it a step; one that has ended does not take it, which its lines will show."""
@@ -308,9 +309,9 @@ class _Ladder:
 
 
 def say(**line: Any) -> None:
-    """Print one line of JSON, at once, also where something has taken ``sys.stdout``."""
+    """Print one line of JSON, at once, whoever has taken ``sys.stdout`` or begun a line there."""
     stream = sys.__stdout__ or sys.stdout
-    stream.write(json.dumps(line) + "\n")
+    stream.write("\n" + json.dumps(line) + "\n")
     stream.flush()
 
 

@@ -35,6 +35,7 @@ def _arguments() -> argparse.ArgumentParser:
         prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--minutes", type=float, default=28.0, help="all the time there is")
+    parser.add_argument("--step-s", type=float, help="longest time of a step, for all of them")
     parser.add_argument("--rows", type=Path, help="folder of the rows")
     parser.add_argument("--only", default="", help="only these stages, separated by commas")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a processor")
@@ -107,6 +108,7 @@ def main(words: list[str]) -> int:
         stages,
         options.rows,
         minutes=options.minutes,
+        step_s=options.step_s,
         tiny=options.tiny,
         plant=lambda stage, step: kind if place and place in f"{stage} / {step}" else "",
         show=lambda text: print(text, flush=True),

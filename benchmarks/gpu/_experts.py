@@ -56,7 +56,7 @@ EXPERTS = _Experts(
     minutes=5.0,
     decides="What does a training step of the experts cost (Mixtral: 27.2 ms predicted, Qwen3: "
     "4.6 ms), is one launch faster than five, what does TF32 reach?",
-    topic="moe/gpu",
+    topic="gpu/experts",
     run=_unused,
     real=(),
     tiny=(),

@@ -30,6 +30,7 @@ class Run:
         stages: In the order of their value per minute.
         folder: Of the rows, also those of earlier calls, whose steps are not run again.
         minutes: All the time that there is.
+        step_s: Longest time of a step; None: each step's own.
         tiny: On a processor.
         plant: The fault to plant in a step of a stage, or "".
         show: Takes lines for people.
@@ -41,11 +42,13 @@ class Run:
         folder: Path,
         *,
         minutes: float,
+        step_s: float | None = None,
         tiny: bool = False,
         plant: Callable[[str, str], str] = lambda _stage, _step: "",
         show: Callable[[str], None] = print,
     ) -> None:
         self._stages, self._tiny, self._plant, self._show = stages, tiny, plant, show
+        self._step_s = step_s
         self._began_s = time.monotonic()
         self._end_s = self._began_s + 60 * minutes
         self._state = _state_of(read_rows(folder))
@@ -58,7 +61,7 @@ class Run:
         Returns:
             Whether every step of every stage is done and was right, now or before.
         """
-        self._files.write({"event": "machine"} | _machine())
+        self._files.write({"event": "machine", "tiny": self._tiny} | _machine())
         try:
             for stage in self._stages:
                 self._climb(stage, 60 * stage.minutes)
@@ -102,7 +105,9 @@ class Run:
         climb(
             rungs,
             stage.command(tiny=self._tiny),
-            limits=Limits(budget_s=min(budget_s, self._left_s()), hard_s=self._left_s()),
+            limits=Limits(
+                budget_s=min(budget_s, self._left_s()), step_s=self._step_s, hard_s=self._left_s()
+            ),
             say=say,
             plant=lambda rung: self._plant(stage.key, rung.name),
             before=dict(before),

@@ -149,7 +149,8 @@ class Stage:
         known = {metric.name: metric for metric in self.metrics}
         rows = []
         for (case, name), found in said.items():
-            metric = known[name]
+            # Rows may be older than the declaration.
+            metric = known.get(name) or Metric(name=name, unit=found[0]["unit"])
             ours, spread = median_and_spread([line["value"] for line in found])
             met = None
             if metric.target is not None:

@@ -22,7 +22,7 @@ def main(words: list[str]) -> int:
         prog="python -m benchmarks.gpu.results", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("folder", type=Path, help="of the rows")
-    parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of the results files")
+    parser.add_argument("--out", type=Path, help="folder of the results files")
     options = parser.parse_args(words)
     lines = read_rows(options.folder)
     machines = [line for line in lines if line["event"] == "machine" and "stage" not in line]
@@ -30,6 +30,12 @@ def main(words: list[str]) -> int:
         sys.stderr.write(
             f"error: {options.folder} has no rows of a run\n"
             "hint: python -m benchmarks.gpu --rows FOLDER writes them\n"
+        )
+        return 1
+    if options.out is None and any(line["tiny"] for line in machines):
+        sys.stderr.write(
+            "error: the rows are of a tiny run on a processor, which are no results\n"
+            "hint: --out FOLDER writes them elsewhere\n"
         )
         return 1
     if len({line["versions"]["GPU"] for line in machines}) > 1:
@@ -45,7 +51,7 @@ def main(words: list[str]) -> int:
         if not rows:
             print(f"{stage.key}: no rows")
             continue
-        path = options.out / f"{stage.topic}.json"
+        path = (options.out or _RESULTS) / f"{stage.topic}.json"
         write_results(
             path, topic=stage.topic, rows=rows, versions=machines[-1]["versions"],
             command=f"python -m benchmarks.gpu --rows FOLDER --only {stage.key}",

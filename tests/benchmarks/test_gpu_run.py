@@ -28,6 +28,7 @@ class Fake(Stage):
         return [sys.executable, __file__, self.key]
 
 def run(report, sizes):
+    print("half a line of some library", end="", flush=True)
     for value in sizes["values"]:
         report.row("figure", value, case=sizes.get("case", ""))
     time.sleep(sizes.get("seconds", 0))
@@ -169,6 +170,8 @@ def test_results_are_made_of_the_rows(fakes, tmp_path, monkeypatch, capsys):
     assert "has no rows of a run" in capsys.readouterr().err
     run(fakes.STAGES[:1], tmp_path / "rows", plant={"first / b": "crash"})
     monkeypatch.setattr(results, "STAGES", fakes.STAGES)
+    assert results.main([str(tmp_path / "rows")]) == 1  # never among those of a GPU
+    assert "of a tiny run on a processor" in capsys.readouterr().err
     assert results.main([str(tmp_path / "rows"), "--out", str(tmp_path)]) == 0
     found = read_results(tmp_path / "gpu" / "first.json")
     by_case = {(row.case, row.metric): row for row in found.rows}
@@ -258,10 +261,30 @@ def test_the_whole_command_runs_on_a_processor(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("fault", "status"), [("crash", "crashed"), ("wrong", "wrong")])
+@pytest.mark.parametrize(
+    ("fault", "status"), [("hang", "hung"), ("crash", "crashed"), ("wrong", "wrong")]
+)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: s.key)
 def test_every_stage_names_a_planted_fault(stage, fault, status, tmp_path):
     done = command("--tiny", "--rows", str(tmp_path), "--only", stage.key, "--plant",
-                   f"{fault}:{stage.key}", "--minutes", "50")  # fmt: skip
+                   f"{fault}:{stage.key}", "--minutes", "50", "--step-s", "120")  # fmt: skip
     assert done.returncode == 3, done.stdout + done.stderr
     assert status in statuses(tmp_path).values()
+    if stage.metrics:  # what was said before the fault, or is wrong, is kept
+        assert any(line["event"] == "row" for line in read_rows(tmp_path))
+
+
+def test_the_command_itself_needs_the_standard_library_only(tmp_path):
+    missing = ["torch", "numpy", "triton", "pydantic", "pytest"]
+    code = f"import runpy, sys; sys.modules |= dict.fromkeys({missing!r})\n"
+    code += "sys.argv = ['gpu', '--tiny', '--rows', 'rows']\n"
+    code += "runpy.run_module('benchmarks.gpu', run_name='__main__', alter_sys=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    for stage in STAGES:
+        assert f"{stage.key}: left out, not installed: " in done.stdout
+    events = [line["event"] for line in read_rows(tmp_path / "rows")]
+    assert events == ["machine"] + len(STAGES) * ["stage"]
