@@ -70,6 +70,16 @@ class _Board:
             self._changed.notify_all()
 
 
+def _finish(tensors: Sequence[torch.Tensor]) -> None:
+    """Let what a GPU was told to do with them end.
+
+    Other ranks' threads read them on streams of their own, which know nothing of this one; and the
+    memory of what is let go is given away at once.
+    """
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
 class _InMemoryAllReduce:
     def __init__(
         self, board: _Board, number: int, tensors: Sequence[torch.Tensor], *, what: str
@@ -91,6 +101,7 @@ class _InMemoryAllReduce:
             for other in contributions[1:]:
                 total += other[index]
             tensor.copy_(total)
+        _finish(self._tensors)
         self.completed_at_s = time.perf_counter()
         return True
 
@@ -130,7 +141,7 @@ class InMemoryTransport:
         tensors = [*payloads, metadata]
         if self._launch_delay_s is not None:
             time.sleep(self._launch_delay_s())
-        number = self._put([tensor.detach().clone() for tensor in tensors])
+        number = self._put_copies(tensors)
         return _InMemoryAllReduce(self._board, number, tensors, what=what)
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,14 +153,20 @@ class InMemoryTransport:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""
-        number = self._put([tensor.detach().clone() for tensor in tensors])
+        number = self._put_copies(tensors)
         first = self._board.take(number, what="broadcast")[0]
         for tensor, value in zip(tensors, first, strict=True):
             tensor.copy_(value)
+        _finish(tensors)
 
     def gather_objects(self, value: object) -> list[Any]:
         """Return every rank's value, in rank order."""
         return self._board.take(self._put(value), what="gather")
+
+    def _put_copies(self, tensors: Sequence[torch.Tensor]) -> int:
+        copies = [tensor.detach().clone() for tensor in tensors]
+        _finish(copies)
+        return self._put(copies)
 
     def _put(self, value: Any) -> int:
         number = self._next
