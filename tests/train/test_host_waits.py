@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fivefold.train import _step
-from fivefold.train.config import TrainConfig
+from fivefold.train._mixture import Mixtures
+from fivefold.train.config import MixtureConfig, TrainConfig
 
 
 @pytest.fixture
@@ -78,3 +79,24 @@ def test_a_batch_goes_to_a_gpu_from_pinned_memory_behind_the_hosts_back(monkeypa
     assert not reads
     monkeypatch.undo()
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_loads_of_experts_stay_on_the_device_until_somebody_asks(reads):
+    layers = {1: SimpleNamespace(last_load=None), 3: SimpleNamespace(last_load=None)}
+    mixtures = Mixtures(MixtureConfig(experts=2, top_k=1, normalize=False), layers)
+    for step in range(1, 4):
+        for block, layer in layers.items():
+            load = torch.tensor([step, block])
+            layer.last_load = SimpleNamespace(routed=load, kept=load - 1)
+        mixtures.observe()
+        mixtures.end_step(list)
+    assert not reads
+    told = mixtures.take_interval()
+    assert (told["load"], told["dropped"]) == ([[6, 3], [6, 9]], [6, 6])
+    assert reads == ["cpu", "tolist"]
+    assert mixtures.take_interval()["load"] == [[0, 0], [0, 0]]
+    assert mixtures.record()["load"] == [[6, 3], [6, 9]]
+    state = mixtures.state_dict()
+    mixtures.observe()
+    mixtures.load_state_dict(state)  # what was counted since is forgotten
+    assert mixtures.record()["load"] == [[6, 3], [6, 9]]

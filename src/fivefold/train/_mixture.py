@@ -94,6 +94,7 @@ class Mixtures:
         # Of this step, since the last line of metrics, and since the beginning of the run.
         self._step_LE, self._interval_2LE = blank, torch.stack([blank, blank])
         self._total_2LE = self._interval_2LE.clone()
+        self._new_2LE: torch.Tensor | None = None  # on the layers' device, not in those yet
         self.bytes = {"payload_bytes": 0, "sent_bytes": 0}
         self.exchange_s = 0.0
         self._told = dict(self.bytes)
@@ -116,18 +117,26 @@ class Mixtures:
         return torch.stack(losses).sum()
 
     def observe(self) -> None:
-        """Count the loads of the last forward."""
+        """Count the loads of the last forward, where they are: the host does not wait for them."""
         loads = [layer.last_load for layer in self.layers.values()]
         routed = torch.stack([load.routed for load in loads if load is not None])
         kept = torch.stack([load.kept for load in loads if load is not None])
-        both = torch.stack([routed, kept]).cpu()
-        self._step_LE = self._step_LE + both[0]
-        self._interval_2LE += both
-        self._total_2LE += both
+        both = torch.stack([routed, kept])
+        self._new_2LE = both if self._new_2LE is None else self._new_2LE + both
+
+    def _collect(self) -> None:
+        """Take in what was counted on the device."""
+        if self._new_2LE is None:
+            return
+        new, self._new_2LE = self._new_2LE.cpu(), None
+        self._step_LE = self._step_LE + new[0]
+        self._interval_2LE += new
+        self._total_2LE += new
 
     def end_step(self, summed: Callable[[Sequence[float]], list[float]]) -> None:
         """Move the selection biases by the step's loads; a collective call where they exist."""
         if self.config.bias_rate > 0:
+            self._collect()
             flat = summed([float(n) for n in self._step_LE.flatten().tolist()])
             loads = torch.tensor(flat, dtype=torch.float64).view(self._step_LE.shape)
             for load, layer in zip(loads, self.layers.values(), strict=True):
@@ -144,6 +153,7 @@ class Mixtures:
 
     def take_interval(self) -> dict[str, Any]:
         """Return what happened since the last call, for a line of metrics."""
+        self._collect()
         routed, kept = self._interval_2LE.tolist()
         since = {name: count - self._told[name] for name, count in self.bytes.items()}
         self._interval_2LE.zero_()
@@ -156,6 +166,7 @@ class Mixtures:
 
     def record(self) -> dict[str, Any]:
         """Return the totals of the run, for result.json."""
+        self._collect()
         routed, kept = self._total_2LE.tolist()
         return {
             "blocks": list(self.layers),
@@ -172,6 +183,7 @@ class Mixtures:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, for a checkpoint; the biases are with the model."""
+        self._collect()
         return {
             "interval": self._interval_2LE.clone(),
             "total": self._total_2LE.clone(),
@@ -182,7 +194,7 @@ class Mixtures:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, or forget what was counted since."""
-        self._step_LE = torch.zeros_like(self._step_LE)
+        self._step_LE, self._new_2LE = torch.zeros_like(self._step_LE), None
         self._interval_2LE, self._total_2LE = state["interval"].clone(), state["total"].clone()
         self.bytes, self._told = dict(state["bytes"]), dict(state["told"])
         self.exchange_s = state["exchange_s"]
