@@ -72,8 +72,23 @@ def test_scores_that_are_kept_do_not_fit(tmp_path):
 def test_states_that_all_ranks_share(tmp_path):
     flags = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
     found = checked(tmp_path, script(flags)).prediction
-    # 8.03 B parameters x (2 + 2 + 12) bytes over 32 ranks.
-    assert found.memory.states_bytes == pytest.approx(8.03e9 * 16 / 32, rel=0.02)
+    # 8.03 B parameters x (2 + 4 + 12) bytes over 32 ranks.
+    assert found.memory.states_bytes == pytest.approx(8.03e9 * 18 / 32, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ("", 4), ("--grad-reduce-in-bf16", 2), ("--main-grads-dtype bf16", 2),
+        ("--accumulate-allreduce-grads-in-fp32", 4), ("--main-grads-dtype fp32", 4),
+    ],
+)  # fmt: skip
+def test_gradients_of_bf16_are_accumulated_in_32_bits(tmp_path, flags, width):
+    found = checked(tmp_path, script(SPLIT + flags)).prediction.memory
+    plain = checked(tmp_path, script(SPLIT + "--grad-reduce-in-bf16")).prediction.memory
+    parameters = 8.05e9 / 4  # of a rank, with the embedding of one end
+    more = found.total_bytes - plain.total_bytes
+    assert more == pytest.approx((width - 2) * parameters, rel=0.1)
 
 
 @pytest.mark.parametrize("default", ['"4"', "'4'", "4", '${OTHER:-"4"}'])
@@ -184,7 +199,7 @@ READ = [
     "--attention-backend unfused", "--fp8-format hybrid", "--overlap-grad-reduce",
     "--recompute-granularity full", "--optimizer-cpu-offload", "--cpu-offloading",
     "--exp-avg-dtype bf16", "--exp-avg-sq-dtype fp8", "--main-params-dtype fp16",
-    "--main-grads-dtype fp32", "--accumulate-allreduce-grads-in-fp32", "--optimizer sgd",
+    "--main-grads-dtype bf16", "--grad-reduce-in-bf16", "--optimizer sgd",
     "--optimizer muon", "--num-virtual-stages-per-pipeline-rank 2", "--mtp-num-layers 1",
     "--window-size 128,0", "--kv-channels 64", "--tp-comm-overlap", "--use-tp-pp-dp-mapping",
     "--num-distributed-optimizer-instances 2", "--context-parallel-size 2",
@@ -265,8 +280,64 @@ def test_every_flag_stands_in_exactly_one_list(tmp_path_factory, flags, grouped)
         assert found.status == "unknown"
 
 
-def test_a_folder_of_all_kinds_is_read(tmp_path):
-    (tmp_path / "k8s.yaml").write_text("apiVersion: v1\nparallel: 1\n---\nkind: X\n")
-    (tmp_path / "chart.yaml").write_text("parallelism: {{ .Values.tp }}\n")
+FOREIGN = {
+    "k8s.yaml": "apiVersion: v1\nparallel: 1\n---\nkind: X\n",
+    "chart.yaml": "parallelism: {{ .Values.tp }}\n",
+    "p.toml": 'model = "x"\n# parallelism\n',
+    "broken.toml": "a = # parallelism\n",
+    "number.yaml": "defaults: 3\npolicy: {model_name: x}\n",
+    "table.yaml": "defaults: {a: 1}\npolicy: {model_name: x}\n",
+    "cloud.yaml": 'policy: !Sub "${A}-b"\n',
+    "two.yaml": "a: parallel\n---\nb: 2\n",
+    "date.yaml": "parallel: 2020-13-45\n",
+    "loop.yaml": "parallel: &x {a: *x}\n",
+    "modules.yaml": "modules: {a: {framework: [1], model: {a: 1}}, b: 3}\nparallel: 1\n",
+    "readme.txt": "use\npython train.py\nor --num-layers 32 --hidden-size 4096 to start\n",
+    "old.py": "print 'ParallelismConfig'\n",
+    "words.sh": "echo '--num-layers 32 --hidden-size 4096'\n",
+}
+
+
+def test_files_of_others_are_passed_over(tmp_path):
+    for name, text in FOREIGN.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin.sh").write_bytes(b"# \xe9\n")
     (tmp_path / "a.sh").write_text(script(SPLIT))
-    assert [one.path.name for one in check_recipes(tmp_path, CLUSTER)] == ["a.sh"]
+    found = {one.path.name: one.status for one in check_recipes(tmp_path, CLUSTER)}
+    assert found.pop("modules.yaml", "unknown") == "unknown"
+    assert found == {"a.sh": "ok"}
+
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 99), st.floats(0, 9), st.text("ab$:"))
+SECTIONS = st.sampled_from([
+    "model", "policy", "defaults", "trainer", "modules", "framework", "config", "distributed",
+    "step_scheduler", "MODEL_ARGS", "train", "parallelism", "training", "flavor", "cluster",
+    "micro_batch_size", "tp_size", "--num-layers", "peft", "global_batch", "optim", "data",
+    "language_model", "model_parallel", "recipe", "generation", "name",
+])  # fmt: skip
+TREES = st.dictionaries(
+    SECTIONS,
+    st.recursive(
+        SCALARS,
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(SECTIONS, inner, max_size=4),
+        max_leaves=8,
+    ),
+    max_size=6,
+)
+
+
+@given(TREES)
+def test_no_table_stops_the_check(tmp_path_factory, tree):
+    path = tmp_path_factory.mktemp("tree") / "a.yaml"
+    path.write_text(json.dumps(tree))
+    check_recipe(path, CLUSTER)
+    lines = [f"{key} = {json.dumps(value)}" for key, value in tree.items()
+             if isinstance(value, str | int | float) and "-" not in key]  # fmt: skip
+    for name in ("model", "parallelism", "training"):
+        if isinstance(inner := tree.get(name), dict):
+            plain = {key: one for key, one in inner.items() if isinstance(one, str | int | float)}
+            lines += [f"[{name}]"]
+            lines += [f"{json.dumps(key)} = {json.dumps(one)}" for key, one in plain.items()]
+    path = path.with_suffix(".toml")
+    path.write_text("\n".join(lines))
+    check_recipe(path, CLUSTER)

@@ -26,6 +26,8 @@ from fivefold.strategy.plan import plan_problem
 from fivefold.strategy.recipes import check_recipe, check_recipes
 
 CLUSTER = load_cluster("h100-nemo")
+# Gradients as Megatron-LM has them beside --bf16 where nothing else is said.
+WIDE = dataclasses.replace(CLUSTER.device, gradient_bytes=4.0, gradient_wire_bytes=4.0)
 MEGATRON = """#!/bin/bash
 #SBATCH --nodes=4
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -109,7 +111,7 @@ def test_a_script_of_megatron_is_the_plan_that_it_says(tmp_path):
     )  # fmt: skip
     llama = dataclasses.replace(load_model("llama3-8b"), vocab=129024)  # padded to 128 x tensor
     assert found.model.num_parameters == llama.num_parameters
-    same = evaluate_plan(llama, CLUSTER.device, CLUSTER.fabric, plan=plan)
+    same = evaluate_plan(llama, WIDE, CLUSTER.fabric, plan=plan)
     assert found.prediction.memory.total_bytes == pytest.approx(same.memory.total_bytes)
 
 
@@ -179,9 +181,8 @@ def test_both_forms_of_nemo(tmp_path):
          "16 GPUs are not a multiple", None),
         ("n.yaml", NEMO, "micro_batch_size: 1\n", "micro_batch_size: one\n",
          "micro_batch_size must be a whole number; got 'one'", "micro_batch_size: one"),
-        ("n.yaml", NEMO, "trainer:", "trainer: [", "is not YAML", None),
     ],
-    ids=range(10),
+    ids=range(9),
 )  # fmt: skip
 def test_a_fault_is_found_and_its_line(tmp_path, name, text, old, new, said, line):
     assert old in text
@@ -207,8 +208,10 @@ def test_a_fault_is_found_and_its_line(tmp_path, name, text, old, new, said, lin
             "moe_layer_freq",
         ),
         ("a.sh", MEGATRON.replace("--seq-l", "--linear-attention-freq 4 --seq-l"), "linear_att"),
+        ("n.yaml", NEMO.replace("trainer:", "trainer: ["), "is not YAML"),
+        ("t.toml", TITAN.replace("[model]", "[model"), "TOML"),
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_what_says_too_little_is_unknown_and_not_ok(tmp_path, name, text, said):
     found = checked(tmp_path, name, text)
@@ -353,7 +356,8 @@ def test_what_is_written_is_read_back_and_priced_alike(tmp_path, target):
             continue
         file.write_text(text)
         found = check_recipe(file, CLUSTER).prediction
-        asked = evaluate_plan(model, CLUSTER.device, CLUSTER.fabric, plan=plan)
+        device = WIDE if target == "megatron" and plan.dtype != "fp32" else CLUSTER.device
+        asked = evaluate_plan(model, device, CLUSTER.fabric, plan=plan)
         assert found.time_s == pytest.approx(asked.time_s, rel=0.05), plan
         assert found.memory.total_bytes == pytest.approx(asked.memory.total_bytes, rel=0.08), plan
         checked += 1

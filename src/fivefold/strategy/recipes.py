@@ -7,6 +7,7 @@ account of what was read: what something assumed or left out could turn over is 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from fivefold.files import read_text
 from fivefold.reading import Reading
 from fivefold.strategy._recipes.automodel import read_automodel
 from fivefold.strategy._recipes.megatron import read_megatron
-from fivefold.strategy._recipes.schemas import Found, Program, recognise
+from fivefold.strategy._recipes.schemas import Found, Program, UnreadableError, recognise
 from fivefold.strategy._recipes.told import RefusedError, Told, UnknownError
 from fivefold.strategy._recipes.torchtitan import read_torchtitan
 from fivefold.strategy.cluster import Cluster
@@ -31,6 +32,9 @@ from fivefold.units import format_bytes
 Status = Literal["ok", "invalid", "memory", "unknown", "no training"]
 _ENDINGS = (".toml", ".yaml", ".yml", ".sh", ".py", ".txt")
 _MOST_FILES = 10_000
+_LOG = logging.getLogger(__name__)
+# What a value of a form that nobody foresaw raises.
+_ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +105,19 @@ def check_recipe(
     reading = Reading(str(path))
     try:
         text = read_text(path)
+    except FivefoldError as error:  # no text at all
+        _LOG.warning("%s is passed over: %s", path, error.message)
+        return None
+    try:
         found = recognise(path, text)
-    except FivefoldError as error:
+    except UnreadableError as error:
         return RecipeVerdict(
-            path=path, program=_program_of(path), status="invalid", message=error.message,
+            path=path, program=error.program, status="unknown", message=error.message,
             hint=error.hint or "", reading=reading,
         )  # fmt: skip
+    except _ODD as error:  # of another form than any program's
+        _LOG.warning("%s is passed over: %s", path, error)
+        return None
     if found is None:
         return None
     if found.no_training:
@@ -130,7 +141,7 @@ def _judged(
         cluster.require(plan.num_gpus)
     except FivefoldError as error:
         return _failed(path, text, found, told, error, refused=_refuses(error, found))
-    except (ArithmeticError, IndexError, TypeError, ValueError) as error:
+    except _ODD as error:
         message = f"a value has a form that is not read: {error}"
         odd = UnknownError(message, hint="see the program's own help for it")
         return _failed(path, text, found, told, odd, refused=False)
@@ -191,10 +202,6 @@ def _sized(
         "plan searches for one that fits",
         line=_line_of(text, "micro_batch"),
     )
-
-
-def _program_of(path: Path) -> Program:
-    return {".sh": "megatron", ".txt": "megatron", ".py": "torchtitan"}.get(path.suffix, "nemo")  # type: ignore[return-value]
 
 
 def _fivefold(told: Told, found: Found) -> tuple[ModelSpec, ParallelPlan]:

@@ -337,12 +337,19 @@ def _stack(told: Told) -> None:
     if any(width is not None for width in widths):
         states = sum(4.0 if width is None else width for width in widths)
         device = dataclasses.replace(device, optimizer_state_bytes=states)
-    main = _width(told, "main_grads_dtype")
-    if main is not None or told.on("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32"):
-        device = dataclasses.replace(device, gradient_bytes=main or 4.0)
-    if told.on("grad_reduce_in_bf16"):
-        device = dataclasses.replace(device, gradient_wire_bytes=2.0, gradient_bytes=2.0)
-    told.device = device
+    told.device = dataclasses.replace(device, **_gradients(told))
+
+
+def _gradients(told: Told) -> dict[str, Any]:
+    """Return the widths of gradients in memory and on the wire, where the recipe decides them."""
+    main, narrow = _width(told, "main_grads_dtype"), told.on("grad_reduce_in_bf16")
+    wide = told.on("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32")
+    if narrow:
+        return {"gradient_bytes": 2.0, "gradient_wire_bytes": 2.0}
+    # With --bf16 gradients are accumulated and reduced in 32 bits where nothing else is said.
+    if wide or (told.on("bf16") and main in {None, 4.0}):
+        return {"gradient_bytes": 4.0, "gradient_wire_bytes": 4.0}
+    return {} if main is None else {"gradient_bytes": main}
 
 
 def _width(told: Told, name: str) -> float | None:

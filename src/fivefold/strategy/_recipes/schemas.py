@@ -58,10 +58,38 @@ class Found:
     trouble: tuple[str, str] | None = None
 
 
+class UnreadableError(FivefoldError):
+    """A file has a program's words, and is not of the form that the program reads."""
+
+    def __init__(self, error: FivefoldError, program: Program) -> None:
+        super().__init__(error.message, hint=error.hint)
+        self.program = program
+
+
+# Words that, at the head of a line, only recipes have.
+_KEYS_OF_RECIPES = re.compile(
+    r"^\s*\"?(((policy|model|distributed)\.)?(tensor_model_parallel_size|micro_batch_size|tp_size|"
+    r"local_batch_size|train_micro_batch_size)|MODEL_ARGS|step_scheduler|megatron_cfg)\"?\s*:",
+    re.MULTILINE,
+)
+_KEYS_OF_TITAN = re.compile(
+    r"^\s*(\[parallelism\]|flavor\s*=|\w+_parallel_degree\s*=)", re.MULTILINE
+)
+
+
 def recognise(path: Path, text: str) -> Found | None:
-    """Return whose recipe a file is with its settings; None where it is none."""
+    """Return whose recipe a file is with its settings; None where it is none.
+
+    Raises:
+        UnreadableError: It has a program's words, and cannot be parsed.
+    """
     if path.suffix == ".py":
-        settings = python_settings(text)
+        try:
+            settings = python_settings(text)
+        except FivefoldError as error:
+            if "config_registry" not in text:
+                return None
+            raise UnreadableError(error, "torchtitan") from error
         return None if settings is None else Found("torchtitan", "torchtitan", _of_module(settings))
     if path.suffix in {".sh", ".txt"}:
         return _of_script(path, text)
@@ -82,11 +110,16 @@ def _of_module(settings: Mapping[str, Any]) -> Settings:
 def _of_toml(path: Path, text: str) -> Found | None:
     if not any(word in text for word in ("global_batch", "parallelism", "flavor")):
         return None
-    table = parse_toml(text, where=str(path))
+    try:
+        table = parse_toml(text, where=str(path))
+    except FivefoldError as error:
+        if _KEYS_OF_TITAN.search(text) is None:
+            return None
+        raise UnreadableError(error, "torchtitan") from error
     if "global_batch" in table and "model" in table:
         settings = {name: Setting(name, value) for name, value in leaves(table).items()}
         return Found("fivefold", "fivefold", settings, table)
-    named = "parallelism" in table or "flavor" in dict(table.get("model") or {})
+    named = "parallelism" in table or "flavor" in _part(table, "model")
     return Found("torchtitan", "torchtitan", _of_titan(leaves(table))) if named else None
 
 
@@ -113,8 +146,10 @@ def _of_script(path: Path, text: str) -> Found | None:
         return None
     script = _with_sources(path, read_script(text))
     commands = [command for command in script.commands if _says_model(flags_of(command))]
+    if path.suffix == ".txt":  # flags in a text are a recipe where something starts with them
+        commands = [command for command in commands if _STARTERS.search(command[0])]
     if not commands:
-        return _of_pieces(script)
+        return _of_pieces(script) if path.suffix == ".sh" else None
     named = [_program_words(command) for command in commands]
     trained = [one for one in named if not _NO_TRAINING.search(one[1].lower())]
     if not trained:
@@ -212,7 +247,12 @@ def _of_yaml(path: Path, text: str) -> Found | None:
     if path.parent.name == "workflows" or template or not any(word in text for word in words):
         return None
     text = re.sub(r"\{%.*?%\}", "", text)
-    table = parse_yaml(text, where=str(path))
+    try:
+        table = parse_yaml(text, where=str(path))
+    except FivefoldError as error:
+        if _KEYS_OF_RECIPES.search(text) is None:
+            return None
+        raise UnreadableError(error, "nemo") from error
     if not isinstance(table, dict):
         return None
     for known in (_megatron_test, _primus, _nemo_rl, _nemo_launcher, _automodel, _megatron_yaml,
@@ -276,14 +316,14 @@ def _primus(path: Path, table: Mapping[str, Any]) -> Found | None:
                   None)  # fmt: skip
     if module is None:
         return None
-    framework, name = str(module["framework"]), _defaulted(module.get("model", ""))
+    framework, name = str(module["framework"]), str(_defaulted(module.get("model", "")))
     own = {key: _defaulted(value) for key, value in leaves(table).items()}
     if framework not in {"megatron", "torchtitan"}:
         settings = _named(own, {})
         message = f"framework {framework} has no reader here"
         return Found("primus", "primus", settings, trouble=(message, "megatron, torchtitan have"))
     inherited: dict[str, Any] = {}
-    for folder, file in (("modules", module.get("config", "")), ("models", name)):
+    for folder, file in (("modules", str(module.get("config", ""))), ("models", name)):
         tail = Path("primus", "configs", folder, framework, str(_defaulted(file)))
         base = next((up / tail for up in path.resolve().parents if (up / tail).is_file()), None)
         if base is None and folder == "models":
@@ -348,8 +388,9 @@ def _chain(
         return
     yield table
     for key in keys:
-        bases = table.get(key) or []
-        for base in reversed([bases] if isinstance(bases, str) else list(bases)):
+        bases = table.get(key)
+        bases = [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []
+        for base in reversed(bases):
             if isinstance(base, str) and base != "_self_":
                 yield from _chain((path.parent / base).resolve(), keys, missing, seen)
 
