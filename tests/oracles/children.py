@@ -38,11 +38,9 @@ def lines_of(script, *arguments, key, interpreted, timeout_s=1100, **variables):
 
 def lines_of_cases(script, request):
     """What a script of cases printed, of the cases that this session has chosen, by their names."""
-    chosen = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.path == request.path and "name" in getattr(item, "callspec", request).params
-    ]
+    mine = [item for item in request.session.items if item.path == request.path]
+    chosen = [each.callspec.params.get("name") for each in mine if hasattr(each, "callspec")]
+    chosen = filter(None, chosen)
     return lines_of(script, *dict.fromkeys(chosen), key="case", interpreted=True)
 
 

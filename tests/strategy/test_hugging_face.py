@@ -20,7 +20,7 @@ from fivefold.strategy.hugging_face import (
 
 # Parameters of each class of transformers 5.24 with its default configuration, built on the meta
 # device: the file names the type and little else, so that the defaults are tested as well.
-COUNTED = json.loads((Path(__file__).parent / "tables/parameters_of_families.json").read_text())
+COUNTED = json.loads((Path(__file__).parent / "parameters_of_families.json").read_text())
 PLAIN = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 100,

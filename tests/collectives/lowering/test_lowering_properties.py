@@ -424,7 +424,7 @@ def test_long_all_reduces_fit_into_small_queues(algorithm, in_place):
     program = lowering.lower(
         build_algorithm(algorithm, schedules.all_reduce(4, 64)), in_place=in_place
     )
-    text = lowering.to_msccl_xml(program)
+    text = lowering.to_msccl_xml(program, target="executor-256")
     for slots in (2, 3, 4, 16):
         lowering.check_program(program, queue_slots=slots)
         run_xml(text, program.collective, slots=slots, seed=slots)
@@ -435,7 +435,7 @@ def test_every_library_algorithm_fits_into_small_queues(name):
     for algorithm in available_algorithms(schedules.named_collective(name, 4, chunks=8)):
         if algorithm not in ("in_network_tree", "hierarchical"):
             schedule = build_algorithm(algorithm, schedules.named_collective(name, 4, chunks=8))
-            text = lowering.to_msccl_xml(lowering.lower(schedule))
+            text = lowering.to_msccl_xml(lowering.lower(schedule), target="executor-256")
             run_xml(text, schedule.collective, slots=2, seed=1)
 
 
@@ -445,7 +445,7 @@ def test_files_that_would_deadlock_are_not_written():
     with pytest.raises(
         lowering.ProgramError, match="each queue holds 2 chunks; lower its schedule with"
     ):
-        lowering.to_msccl_xml(program)
+        lowering.to_msccl_xml(program, target="executor-256")
 
 
 def test_wrong_programs_are_not_written():

@@ -229,7 +229,7 @@ def test_ingest_command(tmp_path, capsys, monkeypatch):
     [
         (["ingest", "{0}/none", "{0}/out"], 1, "there is no"),
         (["ingest", "{0}", "{0}/out"], 1, "nothing that is known"),
-        (["ingest", "{0}", "{0}/out", "--kind", "dgl"], 1, "source kind"),
+        (["ingest", "{0}", "{0}/out", "--kind", "graphml"], 1, "source kind"),
         (["ingest", "{0}", "{0}/out", "--array", "colour=x.npy"], 2, "--array got"),
         (["ingest", "{0}", "{0}/out", "--memory", "lots"], 2, "'lots' is not a size"),
         (["generate", "{0}/out", "--nodes", "5", "--option", "p_in=many"], 2, "--option p_in"),

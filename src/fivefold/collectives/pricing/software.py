@@ -36,22 +36,38 @@ class Protocol:
     def on(self, topology: Topology) -> Topology:
         """Return the topology as a message of this protocol sees it, each step's time on the way.
 
-        A step pays on the link that leaves its rank, and the rest where it leaves the host.
+        A library's time of a step has that of usual links in it, so that of the topology's own is
+        not paid twice: only what is missing to the library's is added, on the link that leaves the
+        rank, and the rest where it leaves the host.
         """
         nodes = {node.name: node for node in topology.nodes}
+        inside_s, across_s = _routes_s(topology)
+        inside_s = max(self.inside_s - inside_s, 0.0)
+        across_s = max(self.across_s - across_s - inside_s, 0.0)
         links = []
         for link in topology.links:
             here, there = nodes[link.source], nodes[link.target]
             apart = here.is_rank and there.is_rank and here.host != there.host
             leaves = here.host is not None and there.host is None
-            extra_s = self.inside_s if here.is_rank else 0.0
+            extra_s = inside_s if here.is_rank else 0.0
             if apart or leaves or (here.is_rank and here.host is None):
-                extra_s += self.across_s - self.inside_s
+                extra_s += across_s
             rate = link.bandwidth_bytes_per_s * self.share
             links.append(
                 replace(link, bandwidth_bytes_per_s=rate, latency_s=link.latency_s + extra_s)
             )
         return topology.with_links(links)
+
+
+def _routes_s(topology: Topology) -> tuple[float, float]:
+    """Return the latency between two ranks of one host and of two; 0 where there are none."""
+    hosts = [node.host for node in topology.nodes if node.is_rank]
+    found = []
+    for alike in (True, False):
+        other = next((n for n in range(1, len(hosts)) if (hosts[n] == hosts[0]) == alike), None)
+        route = () if other is None else topology.shortest_route(0, other)
+        found.append(float(sum(topology.latencies_s[link] for link in route)))
+    return found[0], found[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +117,8 @@ def _reached(topology: Topology, protocol: Protocol) -> FabricSpec:
     def step_s(tier: Tier) -> float:
         return protocol.inside_s if tier.name == "node" else protocol.across_s
 
-    tiers = tuple(replace(tier, hop_s=tier.hop_s + step_s(tier)) for tier in fabric.tiers)
+    # The library's time of a step has that of usual links in it.
+    tiers = tuple(replace(tier, hop_s=max(tier.hop_s, step_s(tier))) for tier in fabric.tiers)
     return replace(fabric, tiers=tiers)
 
 
