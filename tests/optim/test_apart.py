@@ -1,5 +1,6 @@
 """What communicates beside the engine is found; what each rank keeps for itself is left alone."""
 
+import contextlib
 import logging
 import threading
 import warnings
@@ -126,6 +127,82 @@ def test_what_is_ignored_stays_each_ranks_own(rule, how):
 
     first, second = run_world(2, work)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("names", [["0.weight"], ["_orig_mod.0.weight"]])
+@pytest.mark.parametrize("how", ["argument", "list of DDP"])
+def test_names_mean_the_same_in_a_compiled_model(names, how):
+    def work(transport):
+        with SEEDING:
+            torch.manual_seed(transport.rank)
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        start = model[0].weight.detach().clone()
+        if how == "list of DDP":
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        sync = OuterSync(
+            torch.compile(model, backend="eager"),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            rule=LocalSGD(tau=1),
+            transport=transport,
+            ignore=names if how == "argument" else [],
+        )
+        assert torch.equal(model[0].weight, start)
+        sync.close()
+        return model[1].weight.detach()
+
+    first, second = run_world(2, work)
+    assert torch.equal(first, second)
+
+
+def test_ignoring_is_forgotten_with_the_engine():
+    def work(transport):
+        model = Net(seed=transport.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for rule, ignore in ((None, ["own.weight"]), (LocalSGD(tau=1), [])):
+            with contextlib.suppress(ConfigurationError):
+                OuterSync(model, optimizer, rule=rule, transport=transport, ignore=ignore)
+        return model.own.weight.detach()
+
+    first, second = run_world(2, work)
+    assert torch.equal(first, second)
+
+
+class Shared(torch.nn.Linear):
+    rank_share = "experts 0 to 1 of 4"
+
+
+def test_experts_in_the_list_of_ddp_are_brought_together():
+    def work(transport):
+        model = torch.nn.Sequential(Shared(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False))
+        names = ["0.weight"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        sync = OuterSync(model, optimizer, rule=LocalSGD(tau=1), transport=transport)
+        before = model[0].weight.detach().clone()
+        model[0].weight.grad = torch.full((1, 2), 1.0 + transport.rank)
+        optimizer.step()
+        sync.step()
+        return model[0].weight.detach() - before
+
+    for moved in run_world(2, work):
+        torch.testing.assert_close(moved, torch.full((1, 2), -0.75))
+
+
+def test_states_are_averaged_where_only_a_buffer_is_ignored():
+    def work(transport):
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        OuterSync(
+            model,
+            optimizer,
+            rule=LocalSGD(tau=1),
+            transport=transport,
+            ignore=["queue"],
+            average_states={"exp_avg": 1},
+        )
+        return True
+
+    assert run_world(2, work) == [True, True]
 
 
 def test_ignoring_what_is_not_there_is_refused():

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._kept_apart import plain_name
 from fivefold.optim._shards import local_tensor, memory_of
 
 # States that are 0 (or this number) before the first step, and what they are of: moments of
@@ -108,11 +110,16 @@ def require_local(
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Return what a trainer's wrapper (Accelerate's, Lightning's) steps."""
+    """Return what a trainer's wrapper (Accelerate's, Lightning's) steps.
+
+    A wrapper with a state of its own is an optimizer of its own.
+    """
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
-        groups = getattr(optimizer, "param_groups", None)
-        return _unwrapped(inner) if groups is inner.param_groups else optimizer
+        _require_no_weights(optimizer)
+        groups, state = (getattr(optimizer, name, None) for name in ("param_groups", "state"))
+        mere = groups is inner.param_groups and (state is inner.state or not state)
+        return _unwrapped(inner) if mere else optimizer
     return optimizer
 
 
@@ -137,34 +144,38 @@ _INSTEAD = (
 )
 
 
+def _require_no_weights(optimizer: object) -> None:
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _HOLDS_WEIGHTS:
+            what = f"{type(optimizer).__name__} holds {_HOLDS_WEIGHTS[kind.__name__]}"
+            message = f"{what}, which outer synchronisation does not move"
+            raise ConfigurationError(message, hint=_INSTEAD)
+
+
 def require_moved(
     optimizers: Iterable[torch.optim.Optimizer],
     model: torch.nn.Module,
     *,
-    left_out: Container[str] = (),
+    apart: Container[str] = (),
 ) -> None:
     """Refuse optimizers that train something else than the model's parameters, or not all of them.
 
     Args:
         optimizers: The inner optimizers.
         model: What they are to train.
-        left_out: Names of those that each rank keeps for itself.
+        apart: Plain names of those that each rank keeps for itself.
 
     Raises:
         ConfigurationError: Names what would stay different on every rank.
     """
     optimizers, parameters = list(optimizers), dict(model.named_parameters())
     for optimizer in optimizers:
-        for kind in type(optimizer).__mro__:
-            if kind.__name__ in _HOLDS_WEIGHTS:
-                what = f"{type(optimizer).__name__} holds {_HOLDS_WEIGHTS[kind.__name__]}"
-                message = f"{what}, which outer synchronisation does not move"
-                raise ConfigurationError(message, hint=_INSTEAD)
+        _require_no_weights(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = {id(p): p for group in groups for p in group["params"]}
     # Of two parameters over one memory one is enough.
     trained = {_identity(p) for p in held.values()}
-    wanted = {n: p for n, p in parameters.items() if p.requires_grad and n not in left_out}
+    wanted = {n: p for n, p in parameters.items() if p.requires_grad and plain_name(n) not in apart}
     if not wanted:
         return  # which is refused in words of its own
     idle = [name for name, p in wanted.items() if _identity(p) not in trained]
@@ -193,6 +204,19 @@ def _few(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
+# Copies of weights that are written before each use: sharpness-aware minimisation's way back.
+_OVERWRITTEN = {"old_p"}
+
+
+def _by_parameter(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[Any, Any]]:
+    """Return the states that are parameters' own; others may stand beside them."""
+    return {
+        parameter: entries
+        for parameter, entries in optimizer.state.items()
+        if isinstance(parameter, torch.Tensor) and isinstance(entries, dict)
+    }
+
+
 class WeightWatch:
     """Looks for weights in the optimizers' states, whatever the optimizers are called."""
 
@@ -202,7 +226,7 @@ class WeightWatch:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._known: list[set[str]] = [set(_BEFORE_THE_FIRST_STEP) for _ in optimizers]
+        self._known: list[set[Any]] = [set(_BEFORE_THE_FIRST_STEP) for _ in optimizers]
         self._seen: list[Any] = [None] * len(optimizers)
 
     def look(self) -> None:
@@ -212,20 +236,20 @@ class WeightWatch:
             ConfigurationError: Names the optimizer and the state.
         """
         for index, optimizer in enumerate(self._optimizers):
-            entries = optimizer.state
-            last: Mapping[str, Any] = next(reversed(entries.values()), {}) if entries else {}
+            entries = _by_parameter(optimizer)
+            last: Mapping[Any, Any] = next(reversed(entries.values()), {}) if entries else {}
             seen = len(entries), tuple(last)
             if seen != self._seen[index]:
                 self._seen[index] = seen
                 keys = {key for each in entries.values() for key in each} - self._known[index]
                 self._known[index] |= keys
-                for key in sorted(map(str, keys)):
+                for key in sorted(keys - _OVERWRITTEN, key=str):
                     self._refuse_weights(optimizer, key)
 
     @torch.no_grad()
-    def _refuse_weights(self, optimizer: torch.optim.Optimizer, key: str) -> None:
+    def _refuse_weights(self, optimizer: torch.optim.Optimizer, key: object) -> None:
         distance = size = 0.0
-        for parameter, entries in optimizer.state.items():
+        for parameter, entries in _by_parameter(optimizer).items():
             found = entries.get(key)
             alike = isinstance(found, torch.Tensor) and found.shape == parameter.shape
             if alike and found.is_floating_point():
@@ -244,31 +268,53 @@ class WeightWatch:
 def forget_steps(
     optimizer: torch.optim.Optimizer, *, makes_state_late: bool, keeps_count: bool
 ) -> None:
-    """Set an optimizer's state to what it is before the first step.
+    """Set an optimizer's state to what it is before the first step, where that is known.
+
+    Of states that are not known only what is not finite is set to 0.
 
     Args:
         optimizer: The optimizer.
         makes_state_late: Whether its first step makes the state, so that it can be thrown away.
         keeps_count: Whether the numbers of steps stay: where averages take the moments' place.
     """
-    for parameter, entries in list(optimizer.state.items()):
+    for parameter, entries in _by_parameter(optimizer).items():
         if makes_state_late and not _BEFORE_THE_FIRST_STEP.keys() >= entries.keys():
             del optimizer.state[parameter]
             continue
+        group = _group(optimizer, parameter)
         for key, value in entries.items():
             if key == "step" and keeps_count:
                 continue
-            start = _BEFORE_THE_FIRST_STEP.get(key, 0.0)
+            if key not in _BEFORE_THE_FIRST_STEP:
+                _mend(value)  # where it began is not known: tables of values, sizes of steps
+                continue
+            start = _BEFORE_THE_FIRST_STEP[key]
+            if key == "sum":  # Adagrad's
+                start = float(group.get("initial_accumulator_value", start))
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                local_tensor(value).fill_(start)
-            elif isinstance(value, (int, float)) and key in _BEFORE_THE_FIRST_STEP:
+                local = local_tensor(value)
+                local.copy_(torch.full_like(local, start))
+            elif isinstance(value, (int, float)):
                 entries[key] = type(value)(start)
+
+
+def _group(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
+    of = (g for g in optimizer.param_groups if any(parameter is p for p in g["params"]))
+    return next(of, {})
+
+
+def _mend(value: object) -> None:
+    if (
+        isinstance(value, torch.Tensor)
+        and type(value) in {torch.Tensor, DTensor, torch.nn.Parameter}
+        and value.is_floating_point()
+    ):
+        local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @torch.no_grad()
 def forget_nonsense(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Set to 0 what is not finite in the optimizers' states."""
-    states = (entries for optimizer in optimizers for entries in optimizer.state.values())
-    for value in (value for entries in states for value in entries.values()):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    for entries in (e for each in optimizers for e in _by_parameter(each).values()):
+        for value in entries.values():
+            _mend(value)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Container, Iterable
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientFragment
 from fivefold.optim._flat import FlatGroup, flat_groups
 from fivefold.optim._fragment import Fragment
+from fivefold.optim._kept_apart import own_shares, plain_name
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import RoundSchedule
@@ -70,12 +70,14 @@ def carries_rest(rule: OuterRule) -> bool:
     return rule.merge in {"correct", "pull"}
 
 
-def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the trainable parameters by name, each piece of memory once."""
+def trainable(model: torch.nn.Module, *, apart: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """Return the trainable parameters by name, each piece of memory once.
+
+    Here and below ``apart`` has the plain names of what each rank keeps for itself.
+    """
     found: dict[object, tuple[str, torch.Tensor]] = {}
-    out = left_out(model)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name not in out:
+        if parameter.requires_grad and plain_name(name) not in apart:
             found.setdefault(memory_of(parameter) or id(parameter), (name, parameter))
     return dict(found.values())
 
@@ -83,11 +85,11 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def make_fragments(model: torch.nn.Module, context: EngineContext) -> list[Fragment]:
     """Cut the trainable parameters into the rule's fragments, in the model's order."""
     rule = context.rule
-    parameters = list(trainable(model).values())
+    parameters = list(trainable(model, apart=context.apart).values())
     if not parameters:
         message = "the model has no parameter with requires_grad=True"
         raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
-    buffers, tau = averaged_buffers(model).values(), rule.first_tau
+    buffers, tau = averaged_buffers(model, apart=context.apart).values(), rule.first_tau
     return [
         _fragment(
             part,
@@ -188,12 +190,14 @@ def _cut(parameters: list[torch.Tensor], number: int) -> list[list[torch.Tensor]
     return parts
 
 
-def averaged_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def averaged_buffers(
+    model: torch.nn.Module, *, apart: Container[str] = ()
+) -> dict[str, torch.Tensor]:
     """Return the floating-point buffers of the state dict by name, each piece of memory once.
 
     Those of 8 bits are tables of values that no mean can be written into.
     """
-    kept = set(model.state_dict(keep_vars=True)) - left_out(model)
+    kept = {n for n in model.state_dict(keep_vars=True) if plain_name(n) not in apart}
     found: dict[object, tuple[str, torch.Tensor]] = {}
     for name, buffer in model.named_buffers():
         if name in kept and buffer.is_floating_point() and buffer.element_size() > 1:
@@ -202,33 +206,12 @@ def averaged_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(each for place, each in found.items() if place not in of_parameters)
 
 
-def fixed_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def fixed_tensors(model: torch.nn.Module, *, apart: Container[str] = ()) -> dict[str, torch.Tensor]:
     """Return the frozen parameters and the buffers that are not averaged, by name."""
-    out, averaged = left_out(model), set(map(id, averaged_buffers(model).values()))
+    averaged = set(map(id, averaged_buffers(model, apart=apart).values()))
     frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     others = {n: b for n, b in model.named_buffers() if id(b) not in averaged}
-    return {name: tensor for name, tensor in (frozen | others).items() if name not in out}
-
-
-_OF_DDP = "_ddp_params_and_buffers_to_ignore"
-
-
-def left_out(model: torch.nn.Module) -> set[str]:
-    """Return the names of what each rank keeps for itself."""
-    return set(getattr(model, _OF_DDP, ()))
-
-
-def leave_out(model: torch.nn.Module, names: Sequence[str]) -> None:
-    """Add names to the list of what each rank keeps for itself, which is the model's."""
-    if not names:
-        return
-    known = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-    strange = sorted(set(names) - known)
-    if isinstance(names, str) or strange:
-        message = f"ignore names {names if isinstance(names, str) else strange[0]!r}"
-        hint = "give a list of names as model.named_parameters() and named_buffers() have them"
-        raise ConfigurationError(f"{message}, which the model has not", hint=hint)
-    setattr(model, _OF_DDP, sorted(left_out(model) | set(names)))
+    return {name: t for name, t in (frozen | others).items() if plain_name(name) not in apart}
 
 
 _ELEMENT_BYTES = 4  # the outer state is float32 for parameters of at most 32 bits
@@ -283,9 +266,11 @@ def may_lose(transport: Transport) -> bool:
     return bool(getattr(transport, "may_lose", False))
 
 
-def rule_for(rule: OuterRule, model: torch.nn.Module, transport: Transport) -> OuterRule:
+def rule_for(
+    rule: OuterRule, model: torch.nn.Module, transport: Transport, *, apart: Container[str]
+) -> OuterRule:
     """Return the rule with what it leaves to the model and the transport: its fragments."""
-    parameters = trainable(model).values()
+    parameters = trainable(model, apart=apart).values()
     num_bytes = None if rule.auto_tau is None else sum(p.nbytes for p in parameters)
     if may_lose(transport):
         num_bytes = 0  # workers that come and go take part in launches of the whole
@@ -299,85 +284,45 @@ def find_worker(
     rule: OuterRule,
     transport: Transport,
     timeout_s: float,
+    apart: Container[str],
 ) -> WorkerGroup | None:
     """Find the ranks of this worker and give them the same plain tensors; None for one rank."""
     peers = getattr(transport, "global_ranks", None)
     worker = worker_group_of(model, shard_group, peers=peers, timeout_s=timeout_s)
     if worker is None:
         return None
+    try:
+        _require_fit(worker, model, rule=rule, transport=transport, apart=apart)
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        worker.broadcast([tensor for name, tensor in named if plain_name(name) not in apart])
+    except BaseException:
+        worker.close()
+        raise
+    return worker
+
+
+def _require_fit(
+    worker: WorkerGroup,
+    model: torch.nn.Module,
+    *,
+    rule: OuterRule,
+    transport: Transport,
+    apart: Container[str],
+) -> None:
+    """Refuse what a worker of several ranks cannot have."""
     if may_lose(transport):
         message = "a worker of several ranks cannot use a transport that may lose a round"
         raise ConfigurationError(message, hint="use one rank for each worker, or no elastic")
     if shares := own_shares(model):
         message = f"the ranks of a worker have experts of their own ({shares[0]})"
-        hint = "leave shard_group out; process_group is the ranks with the same experts"
+        how = "leave shard_group out" if worker.splits else "do not shard the model over them"
+        hint = f"{how}; process_group is the ranks with the same experts"
         raise ConfigurationError(message, hint=hint)
-    parameters = trainable(model)
+    parameters = trainable(model, apart=apart)
     plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if isinstance(rule.penalty, GapPenalty) and plain and len(plain) < len(parameters):
         message = f"the gap penalty needs norms, but {plain[0]} is not sharded as the others are"
         raise ConfigurationError(message, hint='shard all, or use staleness="none"')
-    out, named = left_out(model), itertools.chain(model.named_parameters(), model.named_buffers())
-    worker.broadcast([tensor for name, tensor in named if name not in out])
-    return worker
-
-
-def own_shares(model: torch.nn.Module) -> list[str]:
-    """Return what of a model is this rank's own: what its modules' ``rank_share`` says."""
-    asked = ((name, getattr(module, "rank_share", None)) for name, module in model.named_modules())
-    return [f"{name}: {share}" for name, share in asked if isinstance(share, str)]
-
-
-def require_same_shares(transport: Transport, model: torch.nn.Module) -> None:
-    """Refuse ranks that have other experts than this one; a collective call."""
-    mine = own_shares(model)
-    for rank, theirs in enumerate(transport.gather_objects(mine)):
-        if theirs != mine:
-            pairs = itertools.zip_longest(theirs, mine, fillvalue="nothing")
-            other, own = next((a, b) for a, b in pairs if a != b)
-            raise ConfigurationError(
-                f"rank {rank} has {other!r:.90} where rank {transport.rank} has {own!r:.90}: they "
-                "are no replicas of one another",
-                hint="give OuterSync the ranks with the same experts: process_group="
-                "prepare_experts(model, process_group=...).workers",
-            )
-
-
-def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...], str, str]]:
-    """Return what the ranks must have alike of each parameter."""
-    kinds = {True: "trainable", False: "frozen"}
-    return [
-        (name, tuple(local_tensor(p).shape), str(p.dtype), kinds[p.requires_grad])
-        for name, p in model.named_parameters()
-        if name not in left_out(model)
-    ]
-
-
-def wire_format(transport: Transport) -> tuple[str, int, int] | None:
-    """Return what the ranks must have alike of a transport's codec; None where it has none."""
-    if getattr(transport, "chooses_codec", False):
-        return "auto", 0, 0
-    codec = getattr(transport, "codec", None)
-    return codec and (codec.name, codec.granule, codec.encoded_bytes(2**16))
-
-
-def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
-    """Compare settings over the ranks; a collective call."""
-    if transport.world_size < 2:
-        message = "outer synchronisation needs at least two ranks; got world_size=1"
-        hint = "start more ranks (fivefold train --nproc 2, torchrun --nproc-per-node 2)"
-        raise ConfigurationError(message, hint=hint)
-    for rank, other in enumerate(transport.gather_objects(mine)):
-        for key, value in mine.items():
-            if other[key] != value:
-                message = f"rank {rank} has another {key} than rank {transport.rank}"
-                theirs, ours = other[key], value
-                if isinstance(ours, list):
-                    pairs = itertools.zip_longest(theirs, ours, fillvalue="nothing")
-                    theirs, ours = next((a, b) for a, b in pairs if a != b)
-                message += f": {theirs!r:.90} instead of {ours!r:.90}"
-                hint = "all ranks must use the same model, rule and options"
-                raise ConfigurationError(message, hint=hint)
 
 
 _LONGEST_S = 10**6  # gloo counts milliseconds in 32 bits
@@ -387,6 +332,7 @@ def require_usable(
     model: torch.nn.Module,
     rule: object,
     *,
+    apart: Container[str],
     timeout_s: float,
     every: int,
     outer_device: str,
@@ -397,7 +343,7 @@ def require_usable(
     if isinstance(bare, torch.nn.parallel.DistributedDataParallel):
         message = "the model is wrapped in DistributedDataParallel, which communicates every step"
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
-    _require_readable(model)
+    _require_readable(model, apart)
     if not isinstance(rule, OuterRule):
         message = f"rule must be an outer rule; got {rule!r}"
         raise ConfigurationError(message, hint="give one, such as CO2(tau=8)")
@@ -413,12 +359,11 @@ def require_usable(
         raise ConfigurationError(message, hint="10 leaves out what is ten times the usual size")
 
 
-def _require_readable(model: torch.nn.Module) -> None:
+def _require_readable(model: torch.nn.Module, apart: Container[str]) -> None:
     """Refuse tensors that have no elements to send, or whose elements are others' too."""
     ends: dict[object, list[tuple[int, int, str]]] = {}
-    out = left_out(model)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if name in out:
+        if plain_name(name) in apart:
             continue
         kind = type(tensor).__name__
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
@@ -449,10 +394,10 @@ class LateParameters:
     are announced in the metadata, so that all ranks adopt them at the same boundary.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._known = trainable(model)
-        self._buffers = averaged_buffers(model)
+    def __init__(self, model: torch.nn.Module, *, apart: Container[str] = ()) -> None:
+        self._model, self._apart = model, apart
+        self._known = trainable(model, apart=apart)
+        self._buffers = averaged_buffers(model, apart=apart)
         self._different_rounds = 0
         self.announced = 0.0
 
@@ -466,7 +411,8 @@ class LateParameters:
                 _follow(groups, name, old=old, new=new)
                 self._buffers[name] = new
         known = {id(p) for p in self._known.values()}
-        unknown = {n: p for n, p in trainable(self._model).items() if id(p) not in known}
+        now = trainable(self._model, apart=self._apart)
+        unknown = {n: p for n, p in now.items() if id(p) not in known}
         still_there = {id(p) for p in self._model.parameters()} if unknown else set()
         for name in list(unknown):
             before = self._known.get(name)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._comm_thread import named_errors
-from fivefold.optim.transport import as_group, broadcast_bytes
+from fivefold.optim.transport import as_group, broadcast_bytes, end_group
 
 # As much is gathered at once; the room for it is S times as large.
 _BUCKET_BYTES = 2**20
@@ -105,7 +105,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the process group."""
-        dist.destroy_process_group(self._group)
+        end_group(self._group)
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:

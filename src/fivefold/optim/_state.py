@@ -182,6 +182,7 @@ class EngineContext:
     worker: WorkerGroup | None  # the ranks that act as one worker; None where that is one rank
     # What this rank would adopt, for the metadata; see ``LateParameters``.
     pending: Callable[[], float]
+    apart: frozenset[str]  # plain names of what each rank keeps for itself
     names: Callable[[], dict[int, str]]  # of the model's tensors, by their identity
     group_of: Callable[[torch.Tensor], int]  # number of the optimizers' group that has a parameter
     fixed: FixedWatch  # compares what no round moves

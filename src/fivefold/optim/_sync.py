@@ -30,28 +30,22 @@ from fivefold.optim._inner_optimizers import (
     forget_nonsense,
     forget_steps,
     group_of,
-    optimizer_settings,
     require_local,
     require_moved,
 )
+from fivefold.optim._kept_apart import kept_names, names_of, plain_name
 from fivefold.optim._layout import (
     LateParameters,
     find_worker,
     fixed_tensors,
     late_fragment,
-    leave_out,
-    left_out,
     make_fragments,
     may_lose,
-    parameter_shapes,
     require_codec_for,
-    require_equal_settings,
     require_same_names,
-    require_same_shares,
     require_usable,
     rule_for,
     state_extras,
-    wire_format,
 )
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._optimizer_states import state_fragments
@@ -59,11 +53,11 @@ from fivefold.optim._resume import begin_other_rounds, is_anothers, restore
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
-from fivefold.optim._shards import local_tensor, reshard
+from fivefold.optim._shards import WorkerGroup, reshard
+from fivefold.optim._start import start_equal
 from fivefold.optim._state import (
     EngineContext,
     changed_settings,
-    plain_settings,
     require_same,
     settings,
 )
@@ -130,8 +124,9 @@ class OuterSync:
             warning names rank and round on all ranks. None for no such check (the default); it
             begins after 8 rounds, and 10 is a cautious value.
         ignore: Names of parameters and buffers that each rank keeps for itself, beside those of the
-            model's list for DistributedDataParallel (``_ddp_params_and_buffers_to_ignore``), to
-            which they are added: neither sent at the start nor brought together.
+            model's list for DistributedDataParallel (``_ddp_params_and_buffers_to_ignore``; experts
+            that are shared out are brought together all the same): neither sent at the start nor
+            brought together.
         transport: What moves the sums; None for ``torch.distributed``. For tests and other
             backends.
 
@@ -178,19 +173,20 @@ class OuterSync:
         ignore: Sequence[str] = (),
         transport: Transport | None = None,
     ) -> None:
-        leave_out(model, ignore)
+        self._apart = kept_names(model, ignore)
         self._optimizers = as_optimizers(optimizer)
         self._make_states_late = [not any(each.state.values()) for each in self._optimizers]
         require_usable(
             model,
             rule,
+            apart=self._apart,
             timeout_s=timeout_s,
             every=check_every_rounds,
             outer_device=outer_device,
             outlier_factor=outlier_factor,
         )
         reshard(model)
-        require_moved(self._optimizers, model, left_out=left_out(model))
+        require_moved(self._optimizers, model, apart=self._apart)
         self._weights = WeightWatch(self._optimizers)
         self._weights.look()
         self._model = model
@@ -199,25 +195,47 @@ class OuterSync:
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
         )
-        self._rule = rule_for(rule, model, self._transport)
-        require_codec_for(self._rule, codec, transport)
-        self._codec = "fp32" if transport is not None else str(codec)
+        self._worker: WorkerGroup | None = None
+        self._gradients: GradientHooks | None = None
+        try:
+            require_codec_for(rule, codec, transport)
+            self._set_up(
+                rule,
+                shard_group,
+                codec=codec,
+                average_states=average_states,
+                timeout_s=timeout_s,
+                check_every_rounds=check_every_rounds,
+                outer_device=torch.device("cpu") if outer_device == "cpu" else None,
+                outlier_factor=outlier_factor,
+            )
+        except BaseException:
+            self.close()  # whoever goes on after a refusal keeps no group and no thread
+            raise
+
+    def _set_up(
+        self,
+        rule: OuterRule,
+        shard_group: dist.ProcessGroup | DeviceMesh | None,
+        *,
+        codec: str | Codec,
+        average_states: Mapping[str, int] | None,
+        check_every_rounds: int,
+        **options: Any,
+    ) -> None:
+        model = self._model
+        self._rule = rule_for(rule, model, self._transport, apart=self._apart)
+        self._codec = str(codec) if self._made_transport else "fp32"
         self._meter = StatisticsMeter()
         self._stability = StabilityWatch(self._rule)
         self._steps = 0
         self._weighted: bool | None = None
-        self._late = LateParameters(model)
-        self._fixed = FixedWatch(fixed_tensors(model), every_rounds=check_every_rounds)
+        self._late = LateParameters(model, apart=self._apart)
+        self._fixed = FixedWatch(self._fixed_tensors(), every_rounds=check_every_rounds)
         self._adopting = False
-        self._context = self._make_context(
-            shard_group,
-            timeout_s=timeout_s,
-            check_every_rounds=check_every_rounds,
-            outer_device=torch.device("cpu") if outer_device == "cpu" else None,
-            outlier_factor=outlier_factor,
-        )
+        options["check_every_rounds"] = check_every_rounds
+        self._context = self._make_context(shard_group, **options)
         self._fragments = make_fragments(model, self._context)
-        self._gradients: GradientHooks | None = None
         if isinstance(self._rule, DelayedGradients):
             self._gradients = GradientHooks(
                 self._rule, self._optimizers, self._fragments, look=self._late.look
@@ -227,10 +245,17 @@ class OuterSync:
             self._optimizers,
             context=self._context,
             may_lose=may_lose(self._transport),
-            leaves_out=bool(left_out(model)),
+            leaves_out=any(plain_name(n) in self._apart for n, _ in model.named_parameters()),
         )
         self._averaged_states = dict(sorted((average_states or {}).items()))
-        self._start_equal(model)
+        start_equal(
+            model,
+            self._context,
+            self._all_fragments(),
+            optimizers=self._optimizers,
+            fixed=self._fixed_tensors(),
+            averaged_states=self._averaged_states,
+        )
         self._tau = automatic_round(rule, self._fragments, context=self._context)
 
     def _make_context(
@@ -243,12 +268,13 @@ class OuterSync:
         ranks: Sequence[int] = getattr(self._transport, "global_ranks", ())
         others = [rank for place, rank in enumerate(ranks) if place != self._transport.rank]
         require_local(self._model, self._optimizers, others=others)
-        worker = find_worker(
+        self._worker = find_worker(
             self._model,
             shard_group,
             rule=self._rule,
             transport=self._transport,
             timeout_s=timeout_s,
+            apart=self._apart,
         )
         return EngineContext(
             rule=self._rule,
@@ -257,9 +283,10 @@ class OuterSync:
             inner_lr=self._inner_lr,
             extras=state_extras(self._rule, may_lose=may_lose(self._transport)),
             timeout_s=timeout_s,
-            worker=worker,
+            worker=self._worker,
             pending=lambda: self._late.announced,
-            names=lambda: _names(self._model),
+            apart=self._apart,
+            names=lambda: names_of(self._model),
             group_of=functools.partial(group_of, self._optimizers),
             fixed=self._fixed,
             on_non_finite=self._begin_again,
@@ -541,14 +568,14 @@ class OuterSync:
         self.load_state_dict(self._form().collect(state, self.state_dict()))
 
     def _form(self) -> StateForm:
-        return StateForm(self._all_fragments(), self._context.worker, self._transport)
+        return StateForm(self._all_fragments(), self._worker, self._transport)
 
     def peer_state(self) -> dict[str, Any]:
         """Return what a newcomer needs to stand where this worker stands, without local parts.
 
         For transports whose membership changes; called from within a launch, or before the first.
         """
-        frozen = [t.detach() for t in fixed_tensors(self._model).values()]
+        frozen = [t.detach() for t in self._fixed_tensors().values()]
         launching = [f.launching for f in self._fragments if f.launching is not None]
         if not launching:
             for fragment in self._fragments:
@@ -575,7 +602,7 @@ class OuterSync:
         require_same(state, self._settings())
         self._steps, self._weighted = state["steps"], None
         with torch.no_grad():
-            fixed = fixed_tensors(self._model).values()
+            fixed = self._fixed_tensors().values()
             for mine, theirs in zip(fixed, state["fixed"], strict=True):
                 mine.copy_(theirs)
         self._fixed.begin()
@@ -599,15 +626,18 @@ class OuterSync:
             self._gradients.close()
         if isinstance(self._transport, ProcessGroupTransport) and self._made_transport:
             self._transport.close()
-        if self._context.worker is not None:
-            self._context.worker.close()
+        if self._worker is not None:
+            self._worker.close()
 
     # -- small helpers ----------------------------------------------------------------------------
 
     @property
     def _place(self) -> int:
         """This rank's place within its worker."""
-        return 0 if self._context.worker is None else self._context.worker.place
+        return 0 if self._worker is None else self._worker.place
+
+    def _fixed_tensors(self) -> dict[str, torch.Tensor]:
+        return fixed_tensors(self._model, apart=self._apart)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -658,30 +688,6 @@ class OuterSync:
         if self._late.all_announced(reading.pending):
             self._adopting = True
 
-    @torch.no_grad()
-    def _start_equal(self, model: torch.nn.Module) -> None:
-        worker = self._context.worker
-        mine: dict[str, Any] = {
-            "rule": plain_settings(self._rule),
-            "parameters": parameter_shapes(model),
-            "optimizer": optimizer_settings(self._optimizers),
-            "codec": wire_format(self._transport),
-            "check": self._context.check_every_rounds,
-            "outlier_factor": self._context.outlier_factor,
-            "place within its worker": worker and (worker.place, worker.size),
-            "average_states": self._averaged_states,
-        }
-        anchors = [anchor for fragment in self._all_fragments() for anchor in fragment.anchors]
-        fixed = [local_tensor(tensor) for tensor in fixed_tensors(model).values()]
-        for key, tensors in (("set of averaged tensors", anchors), ("set of fixed tensors", fixed)):
-            mine[key] = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        require_same_shares(self._transport, model)
-        require_equal_settings(self._transport, mine)  # last: workers that join compare these
-        self._transport.broadcast([*anchors, *fixed])
-        self._fixed.begin()
-        for fragment in self._all_fragments():
-            fragment.begin()
-
     def _settings(self) -> dict[str, Any]:
         found = settings(self._rule, fragments=len(self._fragments), codec=self._codec)
         return found | ({"average_states": self._averaged_states} if self._states else {})
@@ -692,9 +698,3 @@ class OuterSync:
             message = f'units="lr" needs a positive inner learning rate at a boundary; got {lr}'
             raise ConfigurationError(message, hint='use units="delta", or a schedule above zero')
         return lr
-
-
-def _names(model: torch.nn.Module) -> dict[int, str]:
-    """Return the names of a model's tensors, without what torch.compile puts before them."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {id(tensor): name.replace("_orig_mod.", "") for name, tensor in named}

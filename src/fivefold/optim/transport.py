@@ -316,7 +316,7 @@ class ProcessGroupTransport:
     def close(self) -> None:
         """End the thread, after what it has been given, and the process group."""
         self._thread.close()
-        dist.destroy_process_group(self._group)
+        end_group(self._group)
 
     def _buckets(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return views of a tensor that cover it once; a collective on nothing is left out."""
@@ -326,6 +326,12 @@ class ProcessGroupTransport:
             message = f"payloads must be contiguous; got strides {tensor.stride()}"
             raise ConfigurationError(message, hint="launch tensor.contiguous()")
         return torch.split(tensor.view(-1), max(self._bucket_bytes // tensor.element_size(), 1))
+
+
+def end_group(group: dist.ProcessGroup) -> None:
+    """End a process group, unless it went with ``dist.destroy_process_group()``."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - torch has no public way to ask
+        dist.destroy_process_group(group)
 
 
 @torch.no_grad()
