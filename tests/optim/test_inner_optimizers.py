@@ -43,6 +43,37 @@ class Prodigy(torch.optim.SGD):
     """Named as one that is known."""
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Has the inner optimizer's groups, and a state of its own."""
+
+    def __init__(self, optimizer, own_state):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.defaults, self.state = {}, own_state
+
+
+class Lookahead(Wrapping):
+    """Named as one that is known."""
+
+
+class WithMore(torch.optim.SGD):
+    """Keeps numbers of the whole beside the parameters' states."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.state["global_step"] = 1
+        self.state["global"] = {"t": torch.ones(2)}
+
+
+class Sharp(torch.optim.SGD):
+    """Keeps where it was before it climbed, as sharpness-aware minimisation does."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old_p"] = p.detach().clone()
+        super().step()
+
+
 def net():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
@@ -77,6 +108,17 @@ def with_foreign(model):
         (lambda m: torch.optim.SGD(m[0].parameters()), r"2\.weight, 2\.bias .* no optimizer"),
         (with_foreign, r"1 parameters that the model has not: \(7, 3\)"),
         (lambda m: torch.optim.ASGD(m.parameters()), "ASGD holds an average of the weights"),
+        (
+            lambda m: Lookahead(torch.optim.SGD(m.parameters(), lr=0.1), {}),
+            "Lookahead holds slow weights",
+        ),
+        (
+            lambda m: Wrapping(
+                torch.optim.SGD(m.parameters(), lr=0.1),
+                {p: {"mine": p.detach().clone()} for p in m.parameters()},
+            ),
+            "'mine' of Wrapping is a copy",
+        ),
         (lambda m: Prodigy(m.parameters()), "Prodigy holds the weights of the start"),
         (lambda m: TwoSequences(m.parameters()), "'fast' of TwoSequences is a copy of the weights"),
         (lambda m: SlowEverySecond(m.parameters(), lr=0.1), "'slow' of SlowEverySecond is a copy"),
@@ -96,6 +138,8 @@ MOMENTS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "several": lambda p: [torch.optim.SGD([each], lr=0.1) for each in p],
+    "states beside": WithMore,
+    "sharp": lambda p: Sharp(p, lr=0.01),
     "muon": lambda p: MuonAdamW(list(p), lr=0.01),
 } | {
     kind.__name__: functools.partial(kind, lr=0.01)
@@ -130,3 +174,23 @@ def test_a_momentum_that_equals_the_weights_is_a_momentum():
             sync.step()
 
     run_world(2, work)
+
+
+def test_states_that_are_not_known_keep_their_values_where_a_payload_is_left_out():
+    """Nobody knows where they began: a table of values that is all zeros steps no more."""
+
+    def work(transport):
+        model = torch.nn.ParameterList([torch.ones(3)])
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        entries = optimizer.state[model[0]]
+        entries["table"] = torch.tensor([2.0, float("nan"), 3.0])
+        optimizer.state["all"] = {"number": torch.ones(1)}
+        sync = OuterSync(model, optimizer, rule=LocalSGD(tau=1), transport=transport)
+        model[0].grad = torch.full((3,), float("nan") if transport.rank else 1.0)
+        optimizer.step()
+        sync.step()
+        return entries["table"], entries["sum"]
+
+    table, total = run_world(2, work)[1]
+    assert table.tolist() == [2.0, 0.0, 3.0]
+    assert total.tolist() == [0.5] * 3
