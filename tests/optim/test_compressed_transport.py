@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fivefold.errors import ConfigurationError
 from fivefold.lab import LabSpec, probe_capabilities, run_lab
+from fivefold.optim import LocalSGD, OuterSync
 from fivefold.optim._compressed import ring_bytes, slice_bounds
 from fivefold.optim.codecs import BlockCodec, named_codec
 from fivefold.optim.transport import ProcessGroupTransport
@@ -464,3 +465,38 @@ def test_a_transport_of_one_codec_takes_no_other_and_measures_its_own():
     assert one.codecs == ("int8",)
     assert all_.codecs == ("fp32", "int8", "int4")
     assert min(*one.numbers(), *all_.fixed_s.values()) > 0
+
+
+@pytest.mark.parametrize("codec", ["int4", "topk"])
+def test_weights_that_are_taken_are_their_mean_and_what_was_lost_before_stays_out(codec):
+    """Statistics that only a callback has changed count as weights too."""
+
+    def work(rank):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.BatchNorm1d(8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = OuterSync(model, optimizer, rule=LocalSGD(tau=1), codec=codec)
+        for turn in range(3):
+            model(inputs(rank, turn + 4, 1024).view(16, 64)).square().mean().backward()
+            optimizer.step()
+            sync.step()
+        sync.finalize()
+        with torch.no_grad():
+            model[1].running_var.fill_(rank + 1.0)
+        sync.take_weights()
+        statistics = float(model[1].running_var.mean())
+        theirs = [[inputs(r, 5, p.numel()).view_as(p) for p in model.parameters()] for r in (0, 1)]
+        with torch.no_grad():
+            for p, mine in zip(model.parameters(), theirs[rank], strict=True):
+                p.copy_(mine)
+        sync.take_weights()
+        for p, one, two in zip(model.parameters(), *theirs, strict=True):
+            torch.testing.assert_close(p.detach(), (one + two) / 2, rtol=0, atol=1e-6)
+        kept = [float(t.abs().sum()) for t in leaves(sync.state_dict()["transport"])]
+        sync.close()
+        return statistics, sum(kept)
+
+    def leaves(state):
+        for value in state.values():
+            yield from leaves(value) if isinstance(value, dict) else [value]
+
+    assert run_processes(2, work) == [(1.5, 0.0)] * 2

@@ -153,6 +153,29 @@ def test_two_parameters_over_one_memory_are_one(rule, monkeypatch):
     assert torch.equal(two[0], two[1])
 
 
+@pytest.mark.parametrize("rule", [LocalSGD(tau=4), DelayCorrected(tau=4), LocalSGD(tau=1)])
+def test_what_is_switched_off_only_while_another_part_steps_is_trained(rule):
+    """A discriminator that does not require gradients after the generator's step."""
+
+    def work(transport, toggles):
+        model = torch.nn.ParameterDict({k: torch.nn.Parameter(torch.zeros(2)) for k in "gd"})
+        optimizers = {k: torch.optim.SGD([model[k]], lr=0.125) for k in "gd"}
+        sync = OuterSync(model, [*optimizers.values()], rule=rule, transport=transport)
+        for _ in range(16):
+            for name in "dg":
+                model["d"].requires_grad_(name == "d" or not toggles)
+                (model[name].sum() * (1 + transport.rank)).backward()
+                optimizers[name].step()
+                optimizers[name].zero_grad()
+            sync.step()
+        sync.finalize()
+        return torch.stack([model["g"].detach(), model["d"].detach()])
+
+    for toggles in (False, True):
+        for found in run_world(2, lambda t, toggles=toggles: work(t, toggles)):
+            torch.testing.assert_close(found, torch.full((2, 2), -0.125 * 1.5 * 16))
+
+
 # -- data types and layouts -----------------------------------------------------------------------
 
 

@@ -80,6 +80,10 @@ class _Feedback:
         payload.add_(self.sent)
         for bucket in self.buckets:
             bucket.slices(payload)[rank].add_(bucket.owned(self.owned))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was kept."""
         self.sent.zero_()
         self.owned.zero_()
         self.kept = False
@@ -157,6 +161,22 @@ class CompressedExchange:
         encoded, exact = payloads[: len(feedback)], payloads[len(feedback) :]
         self.prepare(encoded, fragment=fragment)
         return self._submit(self.codec, encoded, [metadata, *exact], feedback, what=what)
+
+    def launch_exactly(
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> Job:
+        """Queue a sum that nothing is rounded in, after which the fragment has no residuals."""
+
+        def run() -> None:
+            for part in self._feedback.get(fragment, ()):
+                part.clear()
+            self._sum(self.codec, [], [*payloads, metadata], [])
+
+        num_bytes = sum(tensor.nbytes for tensor in (*payloads, metadata))
+        sent_bytes = ring_bytes(num_bytes, world_size=self._world_size)
+        return self._thread.submit(
+            run, tensors=[*payloads, metadata], what=what, sent_bytes=sent_bytes
+        )
 
     def try_codec(self, codec: Codec, payload: torch.Tensor, *, what: str) -> Job:
         """Queue the sum of a payload that belongs to no fragment."""

@@ -267,7 +267,7 @@ class GradientHooks:
     def complete(self) -> None:
         """Take the step with what arrived, before a launch, where the loop took none."""
         if not self._swapped:
-            if any(fragment.has_moved() for fragment in self._fragments()):
+            if any(fragment.has_moved(parameters_alone=True) for fragment in self._fragments()):
                 message = "the parameters moved, but none of the optimizers took a step"
                 hint = (
                     "give the optimizer whose step() is called (not one that steps in hooks of the "

@@ -52,6 +52,8 @@ _THE_SAME = "resume with the model that was saved, the same parameters trainable
 class Fragment:
     """Outer state and rounds of one part of the model."""
 
+    _rounds_averaged = False  # whether a codec may round what is averaged
+
     def __init__(
         self,
         index: int,
@@ -86,12 +88,8 @@ class Fragment:
             anchors = [view for group in groups for view in group.shaped(group.anchor)]
             gradients = [v for group in groups for v in group.shaped(group.extras["gradient"])]
             self._optimizer = OuterOptimizerStep(context.rule, zip(anchors, gradients, strict=True))
-        context.transport.prepare(self._payloads(), fragment=index, num_exact=self._num_exact)
-
-    @property
-    def _num_exact(self) -> int:
-        """Return how many of the last payloads no codec may round: those of buffers."""
-        return len(self.averaged)
+        exact = {"num_exact": len(averaged)} if averaged and not self._rounds_averaged else {}
+        context.transport.prepare(self._payloads(), fragment=index, **exact)
 
     @property
     def all_groups(self) -> list[FlatGroup]:
@@ -227,6 +225,7 @@ class Fragment:
         self.schedule.restore(state["schedule"])
         self._state = OuterState(**state["scalars"])
         self._round_began_s = None
+        self._frozen.announced()
         if self._optimizer is not None:
             entries = [
                 {
@@ -310,6 +309,7 @@ class Fragment:
 
     def begin(self) -> None:
         """Start from the anchor, which is equal on all ranks now."""
+        self._frozen.forget()
         for group in self.all_groups:
             group.forget_own_part()
         self.write_anchor()
@@ -330,22 +330,21 @@ class Fragment:
             self._clear_payloads()
         self._metadata.write(transport.rank, weight=float(not non_finite), non_finite=non_finite)
         what = f"the mean of the new parameters of fragment {self.index}"
-        self._wait(
-            transport.launch(
-                self._payloads(), metadata=self._metadata.tensor, fragment=self.index, what=what
-            ),
-            what=what,
+        launch = getattr(transport, "launch_exactly", transport.launch)
+        handle = launch(
+            self._payloads(), metadata=self._metadata.tensor, fragment=self.index, what=what
         )
+        self._wait(handle, what=what)
         reading = self._metadata.read()
         self._tell_left_out(reading, round_number=self.schedule.round)
         for group in self.all_groups:
             group.anchor.sub_(group.payload.div_(reading.total_weight))
         self.begin()
 
-    def has_moved(self) -> bool:
-        """Return whether the parameters are no longer what the last step left."""
-        pieces = self._pieces(of=self.groups)
-        return any(not torch.equal(p.local, p.as_written(p.anchor)) for p in pieces)
+    def has_moved(self, *, parameters_alone: bool = False) -> bool:
+        """Return whether parameters or buffers are no longer what the last step left."""
+        pieces = self._pieces(of=self.groups if parameters_alone else None)
+        return any(not torch.equal(p.local, p.anchor.to(p.local.dtype)) for p in pieces)
 
     def land(self) -> None:
         """Wait for what is in flight; it stays in flight in the schedule's sense."""
@@ -519,6 +518,7 @@ class Fragment:
     def _merge(
         self, landed: InAllReduce | None, *, send: bool, settles: bool, waits: bool = False
     ) -> None:
+        self._frozen.look()
         coefficients = None if landed is None else self._coefficients(landed)
         rule = self._shared.rule
         task = MergeTask(

@@ -251,8 +251,9 @@ class WeightWatch:
         distance = size = 0.0
         for parameter, entries in _by_parameter(optimizer).items():
             found = entries.get(key)
-            alike = isinstance(found, torch.Tensor) and found.shape == parameter.shape
-            if alike and found.is_floating_point():
+            if not isinstance(found, torch.Tensor) or found.shape != parameter.shape:
+                continue
+            if found.is_floating_point():
                 mine, theirs = local_tensor(parameter).double(), local_tensor(found).double()
                 distance += float((mine - theirs).square().sum())
                 size += float(mine.square().sum())
@@ -304,11 +305,10 @@ def _group(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping
 
 
 def _mend(value: object) -> None:
-    if (
-        isinstance(value, torch.Tensor)
-        and type(value) in {torch.Tensor, DTensor, torch.nn.Parameter}
-        and value.is_floating_point()
-    ):
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return
+    plain: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, DTensor)
+    if any(type(value) is kind for kind in plain):  # quantised ones have no such operations
         local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 

@@ -55,6 +55,8 @@ def _decay(name: str, group: Mapping[str, Any]) -> float | None:
 class StateFragment(Fragment):
     """One kind of state of all trainable parameters that have it."""
 
+    _rounds_averaged = True
+
     def __init__(
         self,
         index: int,
@@ -87,10 +89,6 @@ class StateFragment(Fragment):
             raise ConfigurationError(message, hint=_hint())
         super().__init__(index, [], averaged=averaged, schedule=schedule, context=context)
         self._sent_at_step = 0
-
-    @property
-    def _num_exact(self) -> int:
-        return 0  # states travel as the parameters do
 
     def names(self) -> list[str]:
         """Return the names of the states that are averaged."""

@@ -210,6 +210,17 @@ class ProcessGroupTransport:
         sent_bytes = ring_bytes(sum(t.nbytes for t in tensors), world_size=self.world_size)
         return self._thread.submit(wait, tensors=tensors, what=what, sent_bytes=sent_bytes)
 
+    def launch_exactly(
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> PendingAllReduce:
+        """Start a sum that no codec rounds, and forget what one has kept of this fragment.
+
+        Raises:
+            CommunicationError: The collective could not be started.
+        """
+        launch = self.launch if self._exchange is None else self._exchange.launch_exactly
+        return launch(payloads, metadata=metadata, fragment=fragment, what=what)
+
     def use_codec(self, name: str) -> None:
         """Send what is launched from now on in this codec; for a transport with ``codec="auto"``.
 
