@@ -235,9 +235,26 @@ def overlapping(model):
     model.left, model.right = (torch.nn.Parameter(whole[i : i + 4]) for i in (0, 2))
 
 
+def transposed(model):
+    model.left = torch.nn.Parameter(torch.ones(3, 4))
+    model.right = torch.nn.Parameter(model.left.data.t())
+
+
+def test_columns_of_one_matrix_have_nothing_in_common():
+    def work(transport):
+        whole, model = torch.zeros(3, 2), torch.nn.Module()
+        model.left, model.right = (torch.nn.Parameter(whole[:, i]) for i in (0, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        OuterSync(model, optimizer, rule=LocalSGD(tau=2), transport=transport)
+        return whole.tolist()
+
+    assert run_world(2, work) == [[[0.0, 0.0]] * 3] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (transposed, "left and right have some elements in common"),
         (
             lambda m: setattr(m, "more", torch.nn.Linear(2, 2, device="meta")),
             "more.weight is on the meta",

@@ -361,7 +361,7 @@ def require_usable(
 
 def _require_readable(model: torch.nn.Module, apart: Container[str]) -> None:
     """Refuse tensors that have no elements to send, or whose elements are others' too."""
-    ends: dict[object, list[tuple[int, int, str]]] = {}
+    together: dict[object, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if plain_name(name) in apart:
             continue
@@ -374,14 +374,42 @@ def _require_readable(model: torch.nn.Module, apart: Container[str]) -> None:
             what = "on the meta device" if local.is_meta else f"{local.layout} {local.dtype}"
             hint = "materialise it, keep it dense, or leave it out (see ignore)"
             raise ConfigurationError(f"{name} is {what} and cannot be sent", hint=hint)
-        if tensor.requires_grad and local.numel() and local.is_contiguous():
+        if tensor.requires_grad and local.numel():
             place = local.untyped_storage().data_ptr(), local.device
-            ends.setdefault(place, []).append((local.data_ptr(), local.nbytes, name))
-    for parts in ends.values():
-        for (start, size, name), (after, more, other) in itertools.pairwise(sorted(parts)):
-            if start + size > after and (start, size) != (after, more):
-                message = f"{name} and {other} have some elements in common"
+            together.setdefault(place, []).append((name, local))
+    for parts in together.values():
+        _require_disjoint(sorted(parts, key=lambda part: part[1].data_ptr()))
+
+
+def _require_disjoint(parts: list[tuple[str, torch.Tensor]]) -> None:
+    """Refuse tensors of one storage, in order, that are not the same view and share elements."""
+    before: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in parts:
+        before = [each for each in before if _end(each[1]) > tensor.data_ptr()]
+        for other, earlier in before:
+            if memory_of(earlier) != memory_of(tensor) and _have_common(earlier, tensor):
+                message = f"{other} and {name} have some elements in common"
                 raise ConfigurationError(message, hint="make one parameter, and views in forward()")
+        before.append((name, tensor))
+
+
+def _end(tensor: torch.Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _have_common(first: torch.Tensor, second: torch.Tensor) -> bool:
+    start, size = first.data_ptr(), first.element_size()
+    if second.element_size() != size or (first.is_contiguous() and second.is_contiguous()):
+        return True  # views that end after the other's start
+    found = []
+    for tensor in (first, second):
+        taken = torch.zeros((max(_end(first), _end(second)) - start) // size, dtype=torch.bool)
+        offset = (tensor.data_ptr() - start) // size
+        taken.as_strided(tensor.shape, tensor.stride(), offset).fill_(True)
+        found.append(taken)
+    return bool((found[0] & found[1]).any())
 
 
 _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may announce one round apart
