@@ -1,6 +1,10 @@
 """The account of a recipe: every flag has one place, what is read matters, nothing is guessed."""
 
+import fnmatch
 import json
+import re
+import tomllib
+from importlib.resources import files
 
 import pytest
 from hypothesis import given
@@ -467,3 +471,70 @@ def test_no_table_stops_the_check(tmp_path_factory, tree):
     path = path.with_suffix(".toml")
     path.write_text("\n".join(lines))
     check_recipe(path, CLUSTER)
+
+
+FLAGS = tomllib.loads(
+    (files("fivefold.strategy._recipes") / "flags.toml").read_text(encoding="utf-8")
+)
+RULES = [
+    (part, name) for part, table in FLAGS.items()
+    for kind in ("harmless", "left_out") for rule in table.get(kind, ()) for name in rule["names"]
+]  # fmt: skip
+
+
+def test_no_name_of_the_lists_shadows_another():
+    for part in FLAGS:
+        names = [name for own, name in RULES if own == part]
+        wide = [name for own, name in RULES if own in {part, "all"} and "*" in name]
+        assert len(names) == len(set(names))
+        for name in names:
+            assert not [one for one in wide if one != name and fnmatch.fnmatchcase(name, one)], name
+
+
+def test_only_sections_and_files_have_wildcards():
+    wide = {name for _, name in RULES if "*" in name}
+    odd = {name for name in wide if not name.endswith(".*") and not name.startswith("source.")}
+    assert odd <= {"teacher_*", "reward*"}
+
+
+@pytest.mark.parametrize("part", ["all", "megatron"])
+def test_an_invented_flag_is_decisive_however_it_begins(tmp_path, part):
+    names = [
+        name for own, name in RULES if own == part and re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name)
+    ]
+    invented = [f"{name}_zz".replace("_", "-") for name in names]
+    found = checked(tmp_path, script(SPLIT + " ".join(f"--{name}" for name in invented)))
+    decisive = {note.name for note in found.reading.decisive()}
+    assert {f"--{name}" for name in invented} <= decisive
+
+
+@pytest.mark.parametrize(
+    ("flags", "status"),
+    [
+        ("--yaml-cfg big.yaml", "unknown"), ("--kitchen-recipe-number 3", "unknown"),
+        ("--data-parallel-size 4", "unknown"), ("--mamba-state-dim 9", "ok"),
+        ("--moe-token-dispatcher-type alltoall", "ok"), ("--attention-output-gate", "unknown"),
+        ("--mtp-use-repeated-layer", "unknown"), ("--log-interval 3 --lr 1e-4 --save x", "ok"),
+        ("--weight-decay 0.1 --adam-beta1 0.9 --clip-grad 1.0 --train-iters 5", "ok"),
+        ("--no-use-distributed-optimizer", "unknown"), ("--default-lr 3", "unknown"),
+    ],
+)  # fmt: skip
+def test_flags_that_only_look_like_harmless_ones(tmp_path, flags, status):
+    assert checked(tmp_path, script(SPLIT + flags)).status == status
+
+
+@pytest.mark.parametrize(
+    ("changed", "list_of"),
+    [
+        ({"optimizer": {"name": "SGD"}}, "left_out"), ({"ema": {"enable": True}}, "left_out"),
+        ({"training": {"mixed_precision_param": "float32"}}, "left_out"),
+        ({"training": {"mixed_precision_param": "bfloat16"}}, "harmless"),
+        ({"parallelism": {"expert_tensor_parallel_degree": 4}}, "left_out"),
+        ({"hf_config_overrides": {"num_hidden_layers": 4}}, "left_out"),
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_a_value_decides_whether_a_key_of_torchtitan_is_harmless(tmp_path, changed, list_of):
+    found = checked(tmp_path, titan(**changed), "t.toml", load_cluster("h100-nemo:64")).reading
+    name = ".".join(next((section, *keys) for section, keys in changed.items()))
+    assert name in {note.name for note in getattr(found, list_of)}

@@ -52,6 +52,15 @@ _SHARING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 _FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
 _LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
 _LARGEST_VOCABULARY = 262_144
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_MAMBA = ("mamba_head_dim", "mamba_state_dim", "mamba_num_heads", "mamba_num_groups")
+_SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", *_LATENT,
+    *_MAMBA, "hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio",
+    "hybrid_mlp_ratio", "spec", "mtp_num_layers", "moe_layer_freq", "group_query_attention",
+    "moe_shared_expert_intermediate_size", "multi_latent_attention", "swiglu",
+)  # fmt: skip
 _NONE = Setting("", value=None)
 _PLAIN_TYPES = {"", "auto", "flash", "fused"}
 
@@ -146,18 +155,16 @@ def _refuse(
         (moe is None or gpus % whole_split == 0, dealt, "experts are dealt out over all ranks"),
     )
     fsdp, own = told.on("use_torch_fsdp2"), "--use-torch-fsdp2 shards by itself"
-    rules += (
+    more = (
         (not fsdp or stages == 1, f"{own}: pipeline={stages} is refused", "one stage"),
         (not fsdp or expert == 1, f"{own}: expert={expert} is refused", "leave experts whole"),
         (not fsdp or not told.on("use_distributed_optimizer"),
          f"{own}: --use-distributed-optimizer is refused", "leave it out"),
-        (not fsdp or not model.tied, f"{own}, and not tied embeddings",
-         "add --untie-embeddings-and-output-weights"),
         (not told.on("bf16") or not told.on("fp16"), "bf16 and fp16 are both on", "choose one"),
         (not told.on("swiglu") or not told.on("squared_relu"),
          "swiglu and squared_relu are both on", "choose one"),
     )  # fmt: skip
-    for holds, message, hint in rules:
+    for holds, message, hint in (*rules, *more):
         told.refuse_unless(holds, message, hint)
 
 
@@ -390,6 +397,7 @@ def _product_type(told: Told) -> str:
 def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
     if told.model is not None:
         length = told.whole("seq_length", "encoder_seq_length", default=told.model.seq_len)
+        told.idle("the model is given beside the recipe", *_SIZES)
         return dataclasses.replace(told.model, seq_len=length)
     _refuse_unpriced(told)
     hidden = told.whole("hidden_size")
@@ -422,6 +430,8 @@ def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
     groups = told.whole("num_query_groups", default=heads)
     said = told.on("group_query_attention") or "launch.yaml" in told.settings
     latent = _latent(told)
+    if "M" not in pattern:
+        told.idle("no layer is a Mamba mixer", *_MAMBA)
     window = _window(told, layers)
     return ModelSpec(
         name=told.path.stem, num_layers=layers, hidden=hidden, num_heads=heads,
@@ -473,7 +483,9 @@ def _layers(told: Told) -> tuple[int, str]:
     if heads or set(main) - set("M*-E"):
         message = f"hybrid_layer_pattern {pattern!r} has layers that have no price here"
         raise UnknownError(message, hint="M, *, - and E have one, without prediction heads")
-    told.get("num_layers")
+    told.get("num_layers", "spec")
+    told.idle("the pattern says which layers there are", "spec", "hybrid_attention_ratio",
+              "hybrid_mlp_ratio", "is_hybrid_model")  # fmt: skip
     return len(main), main
 
 
@@ -488,6 +500,7 @@ def _mamba(told: Told, hidden: int) -> MambaMixer:
 
 def _latent(told: Told) -> LatentAttention | None:
     if not told.on("multi_latent_attention"):
+        told.idle("attention is not latent", *_LATENT)
         return None
     return LatentAttention(
         q_rank=told.whole("q_lora_rank", default=0), kv_rank=told.whole("kv_lora_rank", default=32),

@@ -225,17 +225,12 @@ def _launched(script: Script, launch: list[str]) -> Settings:
         for flag, value in flags.items():
             name = flag[2:].lstrip("?").replace("-", "_").lower()
             known = _LAUNCH.get(name)
-            gpus = re.search(r"\d+$", str(value)) if known else None
-            limits = re.fullmatch(r"\d+:(\d+)", str(value))
-            if known == "nnodes" and limits is not None:  # as many as come, up to the second
-                found["launch.default"] = Setting(flag, value, inherited=True)
-                value = limits[1]  # noqa: PLW2901
-            if known is not None:
-                value = str(value).split(maxsplit=1)[0]  # noqa: PLW2901 - a program may follow
-                value = gpus[0] if gpus and ":" in str(value) else value  # noqa: PLW2901 - gpu:8
-                found[f"launch.{known}"] = Setting(f"{prefix}{flag}", value)
-            else:
-                found[f"launcher.{name}"] = Setting(f"{prefix}{flag}", value)
+            plain = str(value).split(maxsplit=1)[0]  # a program may follow
+            if known == "nnodes" and re.fullmatch(r"\d+:\d+", plain):  # as many as come
+                found["launch.default"] = Setting(flag, plain, inherited=True)
+            place = f"launcher.{name}" if known is None else f"launch.{known}"
+            count = value if known is None else plain.rpartition(":")[2]  # of gpu:8, or 1:4
+            found[place] = Setting(f"{prefix}{flag}", count)
     for name, value in script.variables.items():
         known = _LAUNCH.get(name.lower())
         if known is not None and f"launch.{known}" not in found and re.search(r"\d", value):

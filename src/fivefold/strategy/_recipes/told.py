@@ -23,6 +23,11 @@ SAME = (1.0, 1.0)
 ANY = (0.0, math.inf)
 # What only the launch decides: $NAME, {{name}}, {computed}, <name>, `command`, ???
 _AT_LAUNCH = re.compile(r"\$|`|\?\?\?|\{\{.*\}\}|^\{.*\}$|<[^<>]*>")
+_SWITCHED_OFF = (0.7, 1.4)
+# Of a switch with such a word off means nothing, or the time alone.
+_NEGATION = re.compile(
+    r"(^|.*[._])(no|not|disable|deprecated|legacy|num|layers|overlap|fp32|compress|foreach)([._]|$)"
+)
 _UNSET = {"", "none", "null", "~"}
 _OFF = {"false", "0", "no", "off"}
 _NOT_KNOWN = "not known here"
@@ -334,10 +339,17 @@ class Told:
         kind, why, memory = "left out", _NOT_KNOWN, ANY
         if not setting.given:
             return _Effect("harmless", setting.written, "not set", None, SAME)
-        off = str(setting.value).strip().lower() in _OFF
+        value = str(setting.value).strip().lower()
+        off = value in _OFF
+        supposed = _flag_table().get(self.program, {}).get("supposed", {})
+        if value in supposed.get(name.lower(), ()):
+            return _Effect("harmless", setting.written, "as the reader supposes", None, SAME)
         for rule in _rules(self.program):
             if rule.pattern.fullmatch(name.lower()):
                 kind, why, memory = rule.kind, rule.why, rule.memory
+                if off and rule.off_changes and not _NEGATION.match(name):
+                    why = "it is off, where the reader supposes it on"
+                    return _Effect("left out", setting.written, why, None, _SWITCHED_OFF)
                 if kind == "left out" and off:
                     return _Effect("harmless", setting.written, "switched off", None, SAME)
                 break
@@ -353,6 +365,7 @@ class _Rule:
     pattern: re.Pattern[str]
     why: str
     memory: tuple[float, float]
+    off_changes: bool
 
 
 def is_switch(name: str) -> bool:
@@ -379,5 +392,8 @@ def _rules(program: str) -> tuple[_Rule, ...]:
         for rule in table.get(part, {}).get(kind, ()):
             pattern = re.compile("|".join(fnmatch.translate(name) for name in rule["names"]))
             low, high = rule.get("memory", SAME)
-            found.append(_Rule(kind.replace("_", " "), pattern, rule["why"], (low, high)))
+            off_changes = rule.get("off_changes", False)
+            found.append(
+                _Rule(kind.replace("_", " "), pattern, rule["why"], (low, high), off_changes)
+            )
     return tuple(found)
