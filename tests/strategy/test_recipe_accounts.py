@@ -1,6 +1,10 @@
 """The account of a recipe: every flag has one place, what is read matters, nothing is guessed."""
 
+import fnmatch
 import json
+import re
+import tomllib
+from importlib.resources import files
 
 import pytest
 from hypothesis import given
@@ -135,6 +139,132 @@ def test_a_flag_in_a_branch_is_assumed(tmp_path):
     assert "--sequence-parallel" in {note.name for note in found.reading.read}
 
 
+LEAVE_OUT = [
+    ("", "--sequence-parallel $EXTRA_ARGS", "$EXTRA_ARGS"),
+    ("", '--sequence-parallel "$@"', "$@"),
+    ("", "--lr 1 ${MORE[@]}", "${MORE[@]}"),
+    ("", "--no-masked-softmax-fusion $X", "$X"),
+    ("", "-tp 8", "-tp"),
+    ("", "--frobnicate", "--frobnicate"),
+    ("source ./conf/common.sh\n", "", "source ./conf/common.sh"),
+    ("if [ $A ]; then AC='--recompute-activations'; else AC='--lr 1'; fi\n", "$AC", "${AC}"),
+    ("", "${FP8:+--fp8-format hybrid}", "branch with --fp8-format"),
+    ("if [ $A ]; then X='--fp8-format hybrid'; fi\n", "$X", "branch with --fp8-format"),
+    ('[[ -n $A ]] && X="--num-experts 8"\n', "$X", "branch with --num-experts"),
+]
+
+
+@pytest.mark.parametrize(("before", "flags", "name"), LEAVE_OUT)
+def test_what_another_place_gives_is_decisive(tmp_path, before, flags, name):
+    found = checked(tmp_path, script(SPLIT + flags, before=before))
+    assert name in {note.name for note in found.reading.decisive()}
+    assert found.status == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("before", "flags"),
+    [
+        ("", "--recompute-granularity $RG"), ("", "--fp8-format $FMT"),
+        ("", "--optimizer '<name>'"), ("L=32; [ -n $A ] && L=80\n", "--num-layers $L"),
+        ("if [ $A ]; then L=80; fi\n", "--num-layers $L"),
+        ("[ $A ] || X='--num-layers 80'\n", "$X"), ("", "--optimizer `choose`"),
+    ],
+)  # fmt: skip
+def test_a_value_that_the_launch_decides_is_unknown(tmp_path, before, flags):
+    found = checked(tmp_path, script(SPLIT + flags, before=before))
+    assert found.status == "unknown"
+    assert "only the launch decides" in found.message
+
+
+@pytest.mark.parametrize(
+    ("before", "flags"),
+    [
+        ("", "--fp8-format none"), ("", "${UNSET_BUT_KNOWN:+--fp8-format hybrid}"),
+        ("ARGS=(  # layers (per model)\n  --lr $((2*(1+1)))  # of the base\n)\n", "${ARGS[@]}"),
+        ("", "2>&1 | tee log"), ("", "> log"), ("cat <<EOF\ndon't --num-layers 3\nEOF\n", ""),
+        ("", "--lr 1e-4 --clip-grad -1"), ("CUDA_DEVICE_MAX_CONNECTIONS=1 ", ""),
+        ('A=1 B="c d" env C=2 ', ""), ("[ -d x ] || mkdir x; ", ""),
+    ],
+)  # fmt: skip
+def test_a_script_of_usual_forms_is_the_same_recipe(tmp_path, before, flags):
+    known = "UNSET_BUT_KNOWN=\n"
+    found = checked(tmp_path, known + script(SPLIT + flags, before=before))
+    plain = checked(tmp_path, script(SPLIT), "plain.sh")
+    assert (found.status, found.prediction) == (plain.status, plain.prediction)
+
+
+@pytest.mark.parametrize(
+    ("launch", "gpus"),
+    [
+        ("torchrun --nproc-per-node gpu --nnodes 4", 32),
+        ("torchrun --nproc-per-node auto --nnodes 2", 16),
+        ("torchrun --nproc-per-node 8 --nnodes 1:4", 32),
+        ("accelerate launch --num_processes 64", 64),
+        ("deepspeed --num_gpus 8 --num_nodes 4", 32),
+        ("srun --ntasks=64 --gpus-per-task=1 python", 64), ("mpirun -np 64 python", 64),
+        ("#SBATCH -N 4\n#SBATCH --gres=gpu:4\nsrun python", 16),
+        ("#SBATCH -N4\n#SBATCH --ntasks-per-node 8\nsrun python", 32),
+        ("#SBATCH --nodes=4\nsrun -n 4 torchrun --nproc_per_node 8", 32),
+    ],
+)  # fmt: skip
+def test_gpus_as_launchers_say_them(tmp_path, launch, gpus):
+    found = checked(tmp_path, f"{launch} pretrain_gpt.py {MODEL}{SPLIT}\n")
+    assert found.prediction.plan.num_gpus == gpus
+    assert found.status == "ok"
+
+
+def test_a_count_of_gpus_that_the_launch_decides_may_turn_the_verdict(tmp_path):
+    large = MODEL.replace("32 --hidden-size 4096", "80 --hidden-size 8192")
+    flags = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    flags += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    line = f"torchrun --nproc_per_node 8 --nnodes {{}} pretrain_gpt.py {large}{flags}\n"
+    assert checked(tmp_path, line.format(1)).status == "memory"
+    assert checked(tmp_path, line.format("${NNODES:-1}")).status == "unknown"
+
+
+METHOD = "--recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status"),
+    [
+        ("--use-torch-fsdp2 --pipeline-model-parallel-size 2", "invalid"),
+        ("--use-torch-fsdp2", "invalid"), ("--fp16", "invalid"), ("--squared-relu", "invalid"),
+        ("--num-experts 8 --moe-layer-freq ([0]*40+[1]*20)", "invalid"),
+        ("--num-experts 8 --moe-layer-freq ([0]*2+[1]*30)", "memory"),
+        ("--recompute-granularity full", "invalid"),
+        ("--recompute-granularity full --recompute-method block", "invalid"),
+        (f"--recompute-granularity full {METHOD}", "ok"),
+        ("--hybrid-attention-ratio 0.1", "unknown"), ("--num_layers 80", "unknown"),
+        ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "unknown"),
+        ("--spec mine layers", "unknown"),
+    ],
+)  # fmt: skip
+def test_what_megatron_lm_refuses(tmp_path, flags, status):
+    assert checked(tmp_path, script(flags)).status == status
+
+
+def test_the_program_of_hybrid_models_wants_a_pattern(tmp_path):
+    found = checked(tmp_path, script(SPLIT).replace("pretrain_gpt", "pretrain_mamba"))
+    assert found.status == "unknown"
+
+
+def test_strategies_of_automodel(tmp_path):
+    text = (
+        "step_scheduler: {{global_batch_size: 64, local_batch_size: 1}}\n"
+        "model: {{pretrained_model_name_or_path: meta-llama/Llama-3.1-8B}}\n"
+        "distributed: {{strategy: {}, dp_size: 8}}\npacked_sequence: {{packed_sequence_size: 64}}\n"
+    )
+
+    def plan(strategy):
+        return checked(tmp_path, text.format(strategy), "a.yaml")
+
+    assert plan("dpp").status == "unknown"
+    assert plan("megatron_fsdp, zero_dp_strategy: 1").prediction.plan.zero == 1
+    assert plan("megatron_fsdp").prediction.plan.zero == plan("fsdp2").prediction.plan.zero == 3
+    assert plan("ddp").prediction.plan.zero == 0
+
+
 def test_gpus_that_are_not_said_suit_the_experts(tmp_path):
     lines = "".join(
         f"  {flag.partition(' ')[0]}: {flag.partition(' ')[2] or 'true'}\n"
@@ -197,13 +327,13 @@ def test_the_whole_account_is_shown(tmp_path):
 BASE = SPLIT + "--optimizer adam "
 READ = [
     "--attention-backend unfused", "--fp8-format hybrid", "--overlap-grad-reduce",
-    "--recompute-granularity full", "--optimizer-cpu-offload", "--cpu-offloading",
+    "--optimizer-cpu-offload", "--cpu-offloading",
     "--exp-avg-dtype bf16", "--exp-avg-sq-dtype fp8", "--main-params-dtype fp16",
     "--main-grads-dtype bf16", "--grad-reduce-in-bf16", "--optimizer sgd",
     "--optimizer muon", "--num-virtual-stages-per-pipeline-rank 2", "--mtp-num-layers 1",
     "--window-size 128,0", "--kv-channels 64", "--tp-comm-overlap", "--use-tp-pp-dp-mapping",
     "--num-distributed-optimizer-instances 2", "--context-parallel-size 2",
-    "--use-torch-fsdp2", "--num-experts 8", "--multi-latent-attention",
+    "--num-experts 8", "--multi-latent-attention",
     "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
 ]  # fmt: skip
 
@@ -341,3 +471,70 @@ def test_no_table_stops_the_check(tmp_path_factory, tree):
     path = path.with_suffix(".toml")
     path.write_text("\n".join(lines))
     check_recipe(path, CLUSTER)
+
+
+FLAGS = tomllib.loads(
+    (files("fivefold.strategy._recipes") / "flags.toml").read_text(encoding="utf-8")
+)
+RULES = [
+    (part, name) for part, table in FLAGS.items()
+    for kind in ("harmless", "left_out") for rule in table.get(kind, ()) for name in rule["names"]
+]  # fmt: skip
+
+
+def test_no_name_of_the_lists_shadows_another():
+    for part in FLAGS:
+        names = [name for own, name in RULES if own == part]
+        wide = [name for own, name in RULES if own in {part, "all"} and "*" in name]
+        assert len(names) == len(set(names))
+        for name in names:
+            assert not [one for one in wide if one != name and fnmatch.fnmatchcase(name, one)], name
+
+
+def test_only_sections_and_files_have_wildcards():
+    wide = {name for _, name in RULES if "*" in name}
+    odd = {name for name in wide if not name.endswith(".*") and not name.startswith("source.")}
+    assert odd <= {"teacher_*", "reward*"}
+
+
+@pytest.mark.parametrize("part", ["all", "megatron"])
+def test_an_invented_flag_is_decisive_however_it_begins(tmp_path, part):
+    names = [
+        name for own, name in RULES if own == part and re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name)
+    ]
+    invented = [f"{name}_zz".replace("_", "-") for name in names]
+    found = checked(tmp_path, script(SPLIT + " ".join(f"--{name}" for name in invented)))
+    decisive = {note.name for note in found.reading.decisive()}
+    assert {f"--{name}" for name in invented} <= decisive
+
+
+@pytest.mark.parametrize(
+    ("flags", "status"),
+    [
+        ("--yaml-cfg big.yaml", "unknown"), ("--kitchen-recipe-number 3", "unknown"),
+        ("--data-parallel-size 4", "unknown"), ("--mamba-state-dim 9", "ok"),
+        ("--moe-token-dispatcher-type alltoall", "ok"), ("--attention-output-gate", "unknown"),
+        ("--mtp-use-repeated-layer", "unknown"), ("--log-interval 3 --lr 1e-4 --save x", "ok"),
+        ("--weight-decay 0.1 --adam-beta1 0.9 --clip-grad 1.0 --train-iters 5", "ok"),
+        ("--no-use-distributed-optimizer", "unknown"), ("--default-lr 3", "unknown"),
+    ],
+)  # fmt: skip
+def test_flags_that_only_look_like_harmless_ones(tmp_path, flags, status):
+    assert checked(tmp_path, script(SPLIT + flags)).status == status
+
+
+@pytest.mark.parametrize(
+    ("changed", "list_of"),
+    [
+        ({"optimizer": {"name": "SGD"}}, "left_out"), ({"ema": {"enable": True}}, "left_out"),
+        ({"training": {"mixed_precision_param": "float32"}}, "left_out"),
+        ({"training": {"mixed_precision_param": "bfloat16"}}, "harmless"),
+        ({"parallelism": {"expert_tensor_parallel_degree": 4}}, "left_out"),
+        ({"hf_config_overrides": {"num_hidden_layers": 4}}, "left_out"),
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_a_value_decides_whether_a_key_of_torchtitan_is_harmless(tmp_path, changed, list_of):
+    found = checked(tmp_path, titan(**changed), "t.toml", load_cluster("h100-nemo:64")).reading
+    name = ".".join(next((section, *keys) for section, keys in changed.items()))
+    assert name in {note.name for note in getattr(found, list_of)}

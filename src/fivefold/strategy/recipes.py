@@ -153,7 +153,25 @@ def _judged(
         other = dataclasses.replace(spec, **fields)
         most = evaluate_plan(other, told.device, cluster.fabric, plan=plan).memory.total_bytes
         told.widen(name, (0.9, max(1.0, most / prediction.memory.total_bytes)))
+    if told.elastic:
+        told.widen("GPUs", _span(spec, plan, told, prediction.memory.total_bytes))
     return _sized(path, text, found, told, spec, prediction)
+
+
+def _span(
+    model: ModelSpec, plan: ParallelPlan, told: Told, total_bytes: float
+) -> tuple[float, float]:
+    """Return the least and most memory with other numbers of replicas, as shares."""
+    found: list[float] = [total_bytes]
+    for data in [*(1 << power for power in range(plan.data.bit_length())), 64 * plan.data]:
+        whole = plan.micro_batch * data * plan.num_micro_batches
+        try:
+            other = dataclasses.replace(plan, data=data, global_batch=whole, shard=None)
+            priced = evaluate_plan(model, told.device, told.cluster.fabric, plan=other)
+        except FivefoldError:  # fewer than the program allows
+            continue
+        found.append(priced.memory.total_bytes)
+    return min(found) / total_bytes, max(found) / total_bytes
 
 
 def _refuses(error: FivefoldError, found: Found) -> bool:

@@ -77,6 +77,11 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     )  # fmt: skip
     strategy = told.text("strategy", default="fsdp2")
     zero = 0 if strategy == "ddp" or sharing == 1 else 3
+    if strategy not in {"fsdp2", "megatron_fsdp", "ddp", "none"}:
+        message = f"distributed.strategy {strategy!r} is unknown"
+        raise UnknownError(message, hint="fsdp2, megatron_fsdp and ddp are read")
+    if strategy == "megatron_fsdp" and zero:
+        zero = told.whole("zero_dp_strategy", default=3)
     if told.text("launch.backend") == "megatron_cfg":
         zero = 1
     moved = told.on("cpu_offload", "offload_policy") and zero == 3

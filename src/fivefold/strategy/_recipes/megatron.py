@@ -12,7 +12,7 @@ from typing import Any
 
 from fivefold.strategy._launchers import chunk_layout
 from fivefold.strategy._recipes.models import named_model
-from fivefold.strategy._recipes.told import Told, UnknownError
+from fivefold.strategy._recipes.told import ANY, Setting, Told, UnknownError
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import LatentAttention, MambaMixer, MixtureOfExperts
 from fivefold.strategy.plan import ParallelPlan
@@ -52,6 +52,16 @@ _SHARING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 _FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
 _LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
 _LARGEST_VOCABULARY = 262_144
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_MAMBA = ("mamba_head_dim", "mamba_state_dim", "mamba_num_heads", "mamba_num_groups")
+_SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", *_LATENT,
+    *_MAMBA, "hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio",
+    "hybrid_mlp_ratio", "spec", "mtp_num_layers", "moe_layer_freq", "group_query_attention",
+    "moe_shared_expert_intermediate_size", "multi_latent_attention", "swiglu",
+)  # fmt: skip
+_NONE = Setting("", value=None)
 _PLAIN_TYPES = {"", "auto", "flash", "fused"}
 
 
@@ -99,13 +109,6 @@ def read_megatron(told: Told) -> Recipe:
     return model, plan
 
 
-def _gpus_said(told: Told) -> int:
-    per_node = told.whole("launch.nproc_per_node", "launch.gpus_per_node", default=0)
-    nodes = told.whole("launch.nnodes", default=0)
-    whole = told.whole("launch.world_size", default=0)
-    return whole or per_node * max(nodes, 1)
-
-
 def _replicas(told: Told, model: ModelSpec, degrees: dict[str, int], micro: int) -> int:
     split = degrees["tensor"] * degrees["pipeline"] * degrees["context"]
     batch = _global_batch(told, default=0)
@@ -117,7 +120,7 @@ def _replicas(told: Told, model: ModelSpec, degrees: dict[str, int], micro: int)
             model.experts is None or gpus % ranks == 0
         )
 
-    return told.gpus(_gpus_said(told), split, allows) // split
+    return told.gpus(told.gpus_said(), split, allows) // split
 
 
 def _expert_split(told: Told, degrees: dict[str, int]) -> int:
@@ -151,7 +154,17 @@ def _refuse(
         (moe is None or moe.num_experts % expert == 0, share, "each rank has whole experts"),
         (moe is None or gpus % whole_split == 0, dealt, "experts are dealt out over all ranks"),
     )
-    for holds, message, hint in rules:
+    fsdp, own = told.on("use_torch_fsdp2"), "--use-torch-fsdp2 shards by itself"
+    more = (
+        (not fsdp or stages == 1, f"{own}: pipeline={stages} is refused", "one stage"),
+        (not fsdp or expert == 1, f"{own}: expert={expert} is refused", "leave experts whole"),
+        (not fsdp or not told.on("use_distributed_optimizer"),
+         f"{own}: --use-distributed-optimizer is refused", "leave it out"),
+        (not told.on("bf16") or not told.on("fp16"), "bf16 and fp16 are both on", "choose one"),
+        (not told.on("swiglu") or not told.on("squared_relu"),
+         "swiglu and squared_relu are both on", "choose one"),
+    )  # fmt: skip
+    for holds, message, hint in (*rules, *more):
         told.refuse_unless(holds, message, hint)
 
 
@@ -250,6 +263,10 @@ def _recompute(told: Told, virtual: int) -> tuple[str, int | None]:
     method = told.text("recompute_method", "activations_checkpoint_method")
     count = told.whole("recompute_num_layers", "activations_checkpoint_num_layers", default=0)
     if how == "full":
+        if told.settings.get("recompute_granularity", _NONE).given:
+            given = method in {"uniform", "block"} and count > 0
+            message = "recompute_granularity full needs recompute_method and recompute_num_layers"
+            told.refuse_unless(given, message, "uniform and 1 recompute each layer")
         some = count * virtual if method == "block" else 0
         return "full", some or None
     if how != "selective" and not told.on("recompute_activations"):
@@ -365,9 +382,9 @@ def _width(told: Told, name: str) -> float | None:
 def _product_type(told: Told) -> str:
     """Return the type of matrix products."""
     wide_in = told.on("bf16", "fp16") or "16" in told.text("precision", "params_dtype")
-    if told.text("fp4_format", "fp4") not in {"", "false"}:
+    if told.on("fp4_format", "fp4"):
         return "nvfp4"
-    wide = told.text("fp8_format", "fp8") not in {"", "false"}
+    wide = told.on("fp8_format", "fp8")
     named = [told.on(name) for name in ("fp8_hybrid", "fp8_e4m3", "transformer_engine.fp8")]
     recipe = told.text("fp8_recipe")
     if wide or any(named):
@@ -380,6 +397,7 @@ def _product_type(told: Told) -> str:
 def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
     if told.model is not None:
         length = told.whole("seq_length", "encoder_seq_length", default=told.model.seq_len)
+        told.idle("the model is given beside the recipe", *_SIZES)
         return dataclasses.replace(told.model, seq_len=length)
     _refuse_unpriced(told)
     hidden = told.whole("hidden_size")
@@ -412,6 +430,8 @@ def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
     groups = told.whole("num_query_groups", default=heads)
     said = told.on("group_query_attention") or "launch.yaml" in told.settings
     latent = _latent(told)
+    if "M" not in pattern:
+        told.idle("no layer is a Mamba mixer", *_MAMBA)
     window = _window(told, layers)
     return ModelSpec(
         name=told.path.stem, num_layers=layers, hidden=hidden, num_heads=heads,
@@ -449,15 +469,23 @@ def _layers(told: Told) -> tuple[int, str]:
     """Return the number of layers and, of hybrid models, the pattern."""
     pattern = str(told.get("hybrid_layer_pattern", "hybrid_override_pattern", default=""))
     if not pattern:
-        if told.on("is_hybrid_model"):
+        spec = str(told.get("spec", default=""))
+        ratios = [told.number(name, default=0.0) > 0
+                  for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio")]  # fmt: skip
+        module = f"{told.text('launch.module')} {spec}"
+        if told.on("is_hybrid_model") or any(ratios) or re.search("mamba|hybrid", module):
             message = "a hybrid model whose pattern of layers is not said has no price here"
             raise UnknownError(message, hint="add hybrid_layer_pattern, such as M-M*-")
+        if spec:
+            told.unpriced("spec", "layers of a module of its own; priced as usual", memory=ANY)
         return told.whole("num_layers", "encoder_num_layers"), ""
     main, *heads = pattern.replace("|", "").split("/")
     if heads or set(main) - set("M*-E"):
         message = f"hybrid_layer_pattern {pattern!r} has layers that have no price here"
         raise UnknownError(message, hint="M, *, - and E have one, without prediction heads")
-    told.get("num_layers")
+    told.get("num_layers", "spec")
+    told.idle("the pattern says which layers there are", "spec", "hybrid_attention_ratio",
+              "hybrid_mlp_ratio", "is_hybrid_model")  # fmt: skip
     return len(main), main
 
 
@@ -472,6 +500,7 @@ def _mamba(told: Told, hidden: int) -> MambaMixer:
 
 def _latent(told: Told) -> LatentAttention | None:
     if not told.on("multi_latent_attention"):
+        told.idle("attention is not latent", *_LATENT)
         return None
     return LatentAttention(
         q_rank=told.whole("q_lora_rank", default=0), kv_rank=told.whole("kv_lora_rank", default=32),
@@ -520,6 +549,10 @@ def _expert_layers(told: Told, layers: int) -> tuple[int, int]:
         r"\(?\[([01,]+)\]\)?\*(\d+)", lambda m: f"[{','.join([m[1]] * int(m[2]))}]", text
     )
     each = [int(digit) for digit in re.findall(r"[01]", re.sub(r"[^01,\[\]+()]", "?", spread))]
+    told.refuse_unless(
+        not each or "?" in spread or len(each) == layers,
+        f"moe_layer_freq says {len(each)} layers, num_layers={layers}", "one digit for each layer",
+    )  # fmt: skip
     dense = len(each) - len("".join(map(str, each)).lstrip("0"))
     if "?" in spread or not each or 0 in each[dense:]:
         message = f"moe_layer_freq {text} is not read: which layers have experts is not clear"
@@ -538,7 +571,7 @@ def _vocabulary(told: Told, tensor: int) -> int:
             return -(-50257 // unit) * unit
         try:  # a known model's own tokenizer has as many words as the model
             known = named_model(str(told.get("tokenizer_model", default="")))
-        except UnknownError:
+        except UnknownError:  # or the launch names it
             known = None
         if known is not None:
             return known.vocab

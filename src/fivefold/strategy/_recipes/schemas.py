@@ -12,12 +12,13 @@ from fivefold.errors import FivefoldError
 from fivefold.files import parse_toml, parse_yaml, read_text
 from fivefold.strategy._recipes.texts import (
     Script,
+    flags_and_rest,
     flags_of,
     leaves,
     python_settings,
     read_script,
 )
-from fivefold.strategy._recipes.told import Setting
+from fivefold.strategy._recipes.told import Setting, is_switch
 
 Program = Literal[
     "fivefold", "megatron", "torchtitan", "nemo", "automodel", "primus", "bridge", "nemo-rl"
@@ -38,7 +39,16 @@ _LAUNCH = {
     "num_nodes": "nnodes", "nodes": "nnodes", "world_size": "world_size", "num_gpus": "world_size",
     "gpus": "gpus_per_node", "ntasks_per_node": "gpus_per_node", "ngpu": "ngpu",
     "ngpus_per_node": "gpus_per_node", "num_gpus_per_node": "gpus_per_node",
-    "vocab_size": "vocab_size", "nproc-per-node": "nproc_per_node",
+    "vocab_size": "vocab_size", "nproc-per-node": "nproc_per_node", "gres": "gpus_per_node",
+    "ntasks": "ntasks", "gpus_per_task": "gpus_per_task", "total_gpus": "total_gpus",
+}  # fmt: skip
+_SLURM = {"-N": "--nodes", "-n": "--ntasks", "-G": "--total-gpus", "--gpus": "--total-gpus"}
+# What launchers call the counts, where it is not what others mean by the word.
+_OWN_WORDS = {
+    "srun": _SLURM, "mpirun": {"-np": "--ntasks", "-n": "--ntasks", "--np": "--ntasks"},
+    "mpiexec": {"-np": "--ntasks", "-n": "--ntasks"},
+    "accelerate": {"--num_processes": "--world-size", "--num-processes": "--world-size"},
+    "deepspeed": {"--num_gpus": "--gpus-per-node", "--num_nodes": "--nodes"},
 }  # fmt: skip
 _MOST_FILES = 20  # that one recipe stands on
 
@@ -159,13 +169,25 @@ def _of_script(path: Path, text: str) -> Found | None:
         message = f"the script starts {len(trained)} trainings"
         return Found("megatron", trouble=(message, "check a script for each"))
     settings = _launched(script, launch)
-    for flag, value in flags_of(words).items():
-        name, branch = flag[2:].lstrip("?"), flag.startswith("--?")
-        settings[name.replace("-", "_")] = Setting(f"--{name}", value, branch)
+    settings |= _flags(words)
+    settings["launch.module"] = Setting("program", module, inherited=True)
     if _OTHER_KIND.search(module.lower()):
         message = f"{module} trains a model of another kind than a language model's decoder"
         return Found("megatron", "megatron", settings, trouble=(message, "such have no price"))
     return Found("megatron", "megatron", settings)
+
+
+def _flags(words: list[str]) -> Settings:
+    """Return the flags of a program's words, and each word that belongs to none."""
+    flags, rest = flags_and_rest(words, is_switch)
+    found = {f"words.{word}": Setting(word, word) for word in rest}
+    for flag, value in flags.items():
+        name, branch = flag[2:].lstrip("?"), flag.startswith("--?")
+        other = flags.get(f"--{name}" if branch else f"--?{name}", value)
+        decided = value if other == value else f"$(a branch: {value} or {other})"
+        known = name.replace("-", "_") if "_" not in name else f"words.--{name}"  # none has one
+        found[known] = Setting(f"--{name}", decided, branch and other == value)
+    return found
 
 
 def _says_model(flags: Mapping[str, Any]) -> bool:
@@ -179,10 +201,7 @@ def _of_pieces(script: Script) -> Found | None:
     flags = flags_of(words)
     if not _says_model(flags):
         return None
-    settings = {
-        flag[2:].lstrip("?").replace("-", "_"): Setting(f"--{flag[2:].lstrip('?')}", value)
-        for flag, value in flags.items()
-    }
+    settings = _flags(words)
     message = "it starts no program that is seen here: flags stand in variables that another uses"
     return Found("megatron", "megatron", settings, trouble=(message, "check what starts with them"))
 
@@ -200,16 +219,18 @@ def _program_words(command: list[str]) -> tuple[list[str], str, list[str]]:
 def _launched(script: Script, launch: list[str]) -> Settings:
     """Return what is said of GPUs: by the launcher, by Slurm, by variables of usual names."""
     found: Settings = {}
-    for prefix, flags in (("#SBATCH ", flags_of(script.slurm)), ("", flags_of(launch))):
+    slurm = _long_words(script.slurm, _SLURM)
+    for prefix, words in (("#SBATCH ", slurm), ("", _long_words(launch, {}))):
+        flags = flags_of(words)
         for flag, value in flags.items():
             name = flag[2:].lstrip("?").replace("-", "_").lower()
             known = _LAUNCH.get(name)
-            gpus = re.search(r"\d+$", str(value)) if known else None
-            if known is not None:
-                value = gpus[0] if gpus and ":" in str(value) else value  # noqa: PLW2901 - gpu:8
-                found[f"launch.{known}"] = Setting(f"{prefix}{flag}", value)
-            else:
-                found[f"launcher.{name}"] = Setting(f"{prefix}{flag}", value)
+            plain = str(value).split(maxsplit=1)[0]  # a program may follow
+            if known == "nnodes" and re.fullmatch(r"\d+:\d+", plain):  # as many as come
+                found["launch.default"] = Setting(flag, plain, inherited=True)
+            place = f"launcher.{name}" if known is None else f"launch.{known}"
+            count = value if known is None else plain.rpartition(":")[2]  # of gpu:8, or 1:4
+            found[place] = Setting(f"{prefix}{flag}", count)
     for name, value in script.variables.items():
         known = _LAUNCH.get(name.lower())
         if known is not None and f"launch.{known}" not in found and re.search(r"\d", value):
@@ -219,8 +240,24 @@ def _launched(script: Script, launch: list[str]) -> Settings:
     ]
     if asked:
         found["launch.default"] = Setting(asked[0], "its default", inherited=True)
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
+        if name in script.variables:
+            found[f"env.{name.lower()}"] = Setting(name, script.variables[name])
     for name in script.sources:
         found[f"source.{name}"] = Setting(f"source {name}", value="a file")
+    return found
+
+
+def _long_words(words: list[str], own: Mapping[str, str]) -> list[str]:
+    """Return a launcher's words with counts under their usual names."""
+    found: list[str] = []
+    for word in words:
+        own = _OWN_WORDS.get(word.rpartition("/")[2], own)
+        name, sign, value = word.partition("=")
+        if (short := re.fullmatch(r"(-[NnG])(\d+)", word)) is not None and short[1] in own:
+            found += [own[short[1]], short[2]]
+        else:
+            found.append(f"{own.get(name, name)}{sign}{value}")
     return found
 
 

@@ -16,9 +16,10 @@ from typing import Any
 from fivefold.errors import DataError
 
 _ASSIGNMENT = re.compile(
-    r"^\s*(?:(?:export|local|readonly|declare(?:\s+-\w+)*)\s+)?(\w+)(\+?)=(.*)$"
+    r"^\s*((?:export|local|readonly|declare(?:\s+-\w+)*)\s+)?([A-Za-z_]\w*)(\+?)=(.*)$"
 )
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
+_WHERE_SET = re.compile(r"\$\{(\w+):?\+([^{}]*)\}")
 _SUM = re.compile(r"\$\(\((.*?)\)\)")
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -52,26 +53,26 @@ class Script:
 
 def read_script(text: str) -> Script:
     """Return what a shell script would start, as far as it can be told without running it."""
-    joined = re.sub(r"\\[ \t]*\n", " ", text)
-    slurm = " ".join(re.findall(r"^#SBATCH\s+(.*)$", joined, re.MULTILINE))
+    slurm = " ".join(re.findall(r"^#SBATCH\s+(.*)$", text, re.MULTILINE))
+    text = "\n".join(map(_without_comment, _without_documents(text).splitlines()))
+    joined = re.sub(r"\\[ \t]*(\n|$)", " ", text)
     script = Script([], Variables(), _words(slurm), [])
     if str(nodes := flags_of(script.slurm).get("--nodes")).isdecimal():
         script.variables |= {"SLURM_NNODES": str(nodes), "SLURM_JOB_NUM_NODES": str(nodes)}
-    depth = 0
+    open_blocks: list[str] = []
     for raw in _whole_values(joined).splitlines():
-        for line in _statements(_without_comment(raw)):
+        for line, perhaps in _statements(raw):
             word = line.split(maxsplit=1)[0] if line.split() else ""
             if word in _CLOSING:
-                depth = max(0, depth - 1)
+                open_blocks = open_blocks[:-1]
             elif word in {"if", "case", "for", "while", "until"}:
-                depth += 1
+                open_blocks.append(word)
                 _take_loop(script, line)
             elif word in {"source", "."}:
                 script.sources.append(_expanded(line.split(maxsplit=1)[-1], script.variables))
-            elif (found := _ASSIGNMENT.match(_BRANCH.sub("", line))) is not None:
-                _assign(script.variables, found, branch=depth > 0)
-            elif word not in _SILENT:
-                script.commands.append(_words(_expanded(line, script.variables)))
+            elif word not in _SILENT or _BRANCH.match(line):
+                branch = perhaps or bool({"if", "case", "while", "until"} & {*open_blocks})
+                _take_command(script, line, branch=branch)
     script.commands = [one for one in map(_unwrapped, script.commands) if one]
     return script
 
@@ -81,9 +82,43 @@ _SILENT = {"echo", "printf", "cat", "mkdir", "cd", "unset", "set", "exit", "then
 _BRANCH = re.compile(r"^\s*(?:[\w.*|\"-]+\)|then|else|do|\{)\s+")
 
 
-def _statements(line: str) -> list[str]:
-    """Split a line at what stands between commands; quotes and brackets stay whole."""
-    parts, quote, depth, start = [], "", 0, 0
+def _take_command(script: Script, line: str, *, branch: bool) -> None:
+    """Take the assignments at the head of a line, and the command behind them."""
+    rest = _BRANCH.sub("", line)
+    while (found := _ASSIGNMENT.match(rest)) is not None:
+        end = found.start(4) + _first_word(found[4])
+        if found[1]:  # export NAME=value and the like: whatever follows is no command
+            value, rest = found[4], ""
+        else:
+            value, rest = found[4][: end - found.start(4)], rest[end:]
+        _assign(script.variables, (found[2], bool(found[3]), value), branch=branch)
+    if rest.strip() and rest.split(maxsplit=1)[0] not in _SILENT:
+        script.commands.append(_words(_expanded(rest, script.variables)))
+
+
+def _first_word(text: str) -> int:
+    """Return where the first word of a text ends; quotes and brackets belong to it."""
+    quote, depth = "", 0
+    for place, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'`":
+            quote = letter
+        elif letter in "({":
+            depth += 1
+        elif letter in ")}":
+            depth -= 1
+        elif letter.isspace() and depth <= 0:
+            return place
+    return len(text)
+
+
+def _statements(line: str) -> list[tuple[str, bool]]:
+    """Split a line at what stands between commands, and say which are run only perhaps.
+
+    Quotes and brackets stay whole; behind ``&&`` or ``||`` a command is run or not.
+    """
+    parts, quote, depth, start, perhaps = [], "", 0, 0, False
     for place, letter in enumerate(line):
         if quote:
             quote = "" if letter == quote else quote
@@ -94,10 +129,11 @@ def _statements(line: str) -> list[str]:
         elif letter in ")}":
             depth -= 1
         elif letter in ";&|" and depth <= 0:
-            parts.append(line[start:place])
+            parts.append((line[start:place], perhaps))
+            perhaps = bool({line[place : place + 2], line[place - 1 : place + 1]} & {"&&", "||"})
             start = place + 1
-    parts.append(line[start:])
-    return [part for part in parts if part.strip()]
+    parts.append((line[start:], perhaps))
+    return [part for part in parts if part[0].strip()]
 
 
 def _take_loop(script: Script, line: str) -> None:
@@ -107,21 +143,27 @@ def _take_loop(script: Script, line: str) -> None:
         script.variables[found[1]] = values[0] if len(values) == 1 else f"${{{found[1]}}}"
 
 
-def _assign(variables: Variables, found: re.Match[str], *, branch: bool) -> None:
-    name, adds = found[1], bool(found[2])
-    before, value = variables.get(name), _expanded(_bare(found[3]), variables)
+def _assign(variables: Variables, found: tuple[str, bool, str], *, branch: bool) -> None:
+    name, adds, text = found
+    before, value = variables.get(name), _expanded(_bare(text), variables)
     # What a variable had before the script is not known, and does not come again and again.
     value = re.sub(rf"\$\{{{name}(\[[@*]\])?\}}|\${name}\b", "", value)
     if before is not None and not adds and branch and value.startswith(before) and before:
         adds, value = True, value[len(before) :]
     if adds:
-        if branch:
-            value = re.sub(r"(^|\s)--(?=\w)", r"\1--?", value)
+        value = _perhaps(value) if branch else value
         variables[name] = f"{before or ''} {value}".strip()
-    elif branch and before not in {None, "", value}:
+    elif not branch or value == (before or ""):
+        variables[name] = value
+    elif before or "--" not in value:  # another value, or none, where the branch is not taken
         variables[name] = f"${{{name}}}"
     else:
-        variables[name] = value
+        variables[name] = _perhaps(value)
+
+
+def _perhaps(text: str) -> str:
+    """Mark the flags of a text as such that a branch decides."""
+    return re.sub(r"(^|\s)--(?=\w)", r"\1--?", text)
 
 
 def _unwrapped(words: list[str]) -> list[str]:
@@ -135,7 +177,12 @@ def _unwrapped(words: list[str]) -> list[str]:
 
 def _whole_values(text: str) -> str:
     """Put arrays and quoted texts that stand on several lines on one."""
-    text = re.sub(r"(\+?=)\(([^)]*)\)", lambda m: f"{m[1]}({_one_line(m[2])})", text)
+    place = 0
+    while (found := re.compile(r"\w\+?=\(").search(text, place)) is not None:
+        start = found.end() - 1
+        place = start + _closing(text[start:])
+        array = _one_line(text[start:place])
+        text, place = text[:start] + array + text[place:], start + len(array)
     return re.sub(
         r"""(\w\+?=)(["'])([^"']*?)\2""",
         lambda m: f"{m[1]}{m[2]}{_one_line(m[3])}{m[2]}" if "\n" in m[3] else m[0],
@@ -143,12 +190,37 @@ def _whole_values(text: str) -> str:
     )
 
 
+def _closing(text: str) -> int:
+    """Return the place behind the bracket that closes the one at the start of a text."""
+    quote, depth = "", 0
+    for place, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "()":
+            depth += 1 if letter == "(" else -1
+            if not depth:
+                return place + 1
+    return len(text.splitlines()[0])  # never closed: no array
+
+
 def _one_line(text: str) -> str:
-    return " ".join(_without_comment(line) for line in text.splitlines())
+    return " ".join(text.splitlines())
+
+
+def _without_documents(text: str) -> str:
+    """Leave out texts that a script writes to files (``cat <<EOF``)."""
+    form = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?\n\s*\2[ \t]*(?=\n|$)", re.DOTALL)
+    return form.sub("", text)
 
 
 def _without_comment(line: str) -> str:
-    return re.sub(r"(^|\s)#.*$", "", line)
+    for found in re.finditer(r"(?:^|(?<=\s))#", line):
+        before = line[: found.start()]
+        if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
+            return before
+    return line
 
 
 def _bare(value: str) -> str:
@@ -163,10 +235,18 @@ def _expanded(text: str, variables: Variables) -> str:
     for _ in range(_MOST_ROUNDS):
         before = text
         text = _SUM.sub(lambda m: _summed(m, variables), text)
+        text = _WHERE_SET.sub(lambda m: _where_set(m, variables), text)
         text = _VARIABLE.sub(lambda m: _value_of(m, variables), text)
         if text == before or len(text) > _LONGEST:
             break
     return text
+
+
+def _where_set(found: re.Match[str], variables: Variables) -> str:
+    """Return the text that stands where a variable is set; one not known decides at launch."""
+    if found[1] in variables:
+        return _bare(found[2]) if variables[found[1]] else ""
+    return _perhaps(_bare(found[2])) if "--" in found[2] else f"${found[1]}"
 
 
 def _value_of(found: re.Match[str], variables: Variables) -> str:
@@ -202,25 +282,76 @@ def _words(line: str) -> list[str]:
         return line.split()
 
 
+_FLAG = re.compile(r"--\??[A-Za-z]")
+# Words that stand for flags which another place gives: "$@", ${EXTRA_ARGS[@]}, $MORE_OPTS.
+_ELSEWHERE = re.compile(
+    r"\$[@*]|\$\{[@*]\}|\$\{\w+\[[@*]\]\}|\$\{?\w*(ARG|OPT|FLAG|EXTRA|PARAM|CONFIG)\w*\}?",
+    re.IGNORECASE,
+)
+_UNKNOWN_WORD = re.compile(r"\$\{?\w+\}?|\$\(.*\)|`.*`")
+_SHORT = re.compile(r"-[A-Za-z]")
+_SEVERAL = re.compile(r"data_path|blend|data_args|rampup|recompute_modules|offload_modules")
+
+
 def flags_of(words: list[str]) -> dict[str, Any]:
     """Return the flags of a command's words with their values; one without a value is True.
 
     ``--tensor-model-parallel-size 8`` is ``{"--tensor-model-parallel-size": "8"}``; of a flag that
     is given twice the last counts.
     """
+    return flags_and_rest(words)[0]
+
+
+def flags_and_rest(
+    words: list[str], is_switch: Callable[[str], bool] = lambda _: False
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags of a command's words, and the words that belong to none.
+
+    Args:
+        words: The words.
+        is_switch: Whether a flag of this name (``sequence_parallel``) takes no value.
+    """
     found: dict[str, Any] = {}
-    place = 0
-    while place < len(words):
-        word, place = words[place], place + 1
-        if not re.match(r"--\??[A-Za-z]", word):
+    rest: list[str] = []
+    name, values = "", []
+    for word in _without_redirection(words):
+        if _FLAG.match(word):
+            name, given, value = word.partition("=")
+            values = [value] if given else []
+            found[name] = value if given else True
             continue
-        name, given, value = word.partition("=")
-        values = [value] if given else []
-        while not given and place < len(words) and not words[place].startswith("--"):
-            values += [] if words[place] in {"$@", "$*", "${@}"} else [words[place]]
-            place += 1
-        found[name] = " ".join(values) if values else True
-    return found
+        plain = name[2:].lstrip("?").replace("-", "_")
+        full = not name or found[name] is not True
+        more = full and not (name and values and _SEVERAL.search(plain))
+        if (
+            not name
+            or _ELSEWHERE.fullmatch(word)
+            or (_SHORT.match(word) and not _NEGATIVE.match(word))
+            or (more and _UNKNOWN_WORD.fullmatch(word))
+            or (is_switch(plain) and word.lower() not in _SAID)
+        ):
+            rest.append(word)
+            continue
+        values = [*values, word]
+        found[name] = " ".join(values)
+    return found, rest
+
+
+_SAID = {"true", "false", "1", "0", "yes", "no", "on", "off"}
+_NEGATIVE = re.compile(r"-(\d|\.\d|inf)")
+
+
+def _without_redirection(words: list[str]) -> list[str]:
+    """Leave out where a command's output goes."""
+    kept: list[str] = []
+    skips = False
+    for word in words:
+        sign = re.match(r"\d*(>>?|<)&?([^>]*)$", word)
+        if skips or sign is not None:
+            skips = sign is not None and not sign[2] and not word.endswith("&")
+            continue
+        kept.append(word)
+    return kept
 
 
 def leaves(table: Mapping[str, Any], *, above: str = "") -> dict[str, Any]:

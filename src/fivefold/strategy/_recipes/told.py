@@ -20,6 +20,14 @@ from fivefold.strategy.cluster import Cluster
 from fivefold.strategy.model import ModelSpec
 
 SAME = (1.0, 1.0)
+ANY = (0.0, math.inf)
+# What only the launch decides: $NAME, {{name}}, {computed}, <name>, `command`, ???
+_AT_LAUNCH = re.compile(r"\$|`|\?\?\?|\{\{.*\}\}|^\{.*\}$|<[^<>]*>")
+_SWITCHED_OFF = (0.7, 1.4)
+# Of a switch with such a word off means nothing, or the time alone.
+_NEGATION = re.compile(
+    r"(^|.*[._])(no|not|disable|deprecated|legacy|num|layers|overlap|fp32|compress|foreach)([._]|$)"
+)
 _UNSET = {"", "none", "null", "~"}
 _OFF = {"false", "0", "no", "off"}
 _NOT_KNOWN = "not known here"
@@ -86,6 +94,7 @@ class Told:
     ) -> None:
         self.program, self.settings, self.path = program, settings, path
         self.cluster, self.model, self.device = cluster, model, cluster.device
+        self.elastic = False  # whether the number of GPUs may be another
         self.largest: dict[str, Mapping[str, Any]] = {}
         self._read: dict[str, str] = {}
         self._effects: list[_Effect] = []
@@ -96,17 +105,21 @@ class Told:
         given = [(name, setting) for name, setting in found if setting.given]
         if not given:
             return default
+        value = given[0][1].value
+        if isinstance(value, str) and _AT_LAUNCH.search(value):
+            message = f"{given[0][0]} is {value!r}, which only the launch decides"
+            raise UnknownError(message, hint="give it a value in the file")
         self._take(given[0][1])
         for name, setting in given[1:]:
             if setting.written not in self._read:
                 self.unpriced(name, f"{given[0][1].written} says the same and goes first")
-        return given[0][1].value
+        return value
 
     def _take(self, setting: Setting) -> None:
         self._read.setdefault(setting.written, "")
         if setting.conditional:
             why = "it stands in a branch of the script, and may not be given"
-            self.assume(f"branch with {setting.written}", "taken", why, memory=(0.5, 2.0))
+            self.assume(f"branch with {setting.written}", "taken", why, memory=ANY)
 
     def text(self, *names: str, default: str = "") -> str:
         """Return a setting as lower letters."""
@@ -122,9 +135,7 @@ class Told:
                 if number.is_integer():
                     return int(number)
             except ValueError:
-                if re.search(r"[$<{`]|\?\?\?", str(value)):
-                    message = f"{name} is {value!r}, which only the launch decides"
-                    raise UnknownError(message, hint="give it a value in the file") from None
+                pass
             message = f"{name} must be a whole number; got {value!r}"
             raise RefusedError(message, hint="such as 8")
         if default is None:
@@ -133,7 +144,7 @@ class Told:
         return default
 
     def number(self, *names: str, default: float) -> float:
-        """Return a setting as a number; one that the launch decides is ``default``."""
+        """Return a setting as a number; one that is none is ``default``."""
         try:
             return float(self.get(*names, default=default))
         except (TypeError, ValueError):
@@ -208,6 +219,29 @@ class Told:
         if not holds:
             raise RefusedError(message, hint=hint)
 
+    def gpus_said(self) -> int:
+        """Return the GPUs that launcher, scheduler or variables name; 0 where none does."""
+        each, nodes = self.gpus_of_node(), self.whole("launch.nnodes", default=0)
+        if each and nodes:
+            return each * nodes
+        whole = self.whole("launch.world_size", "launch.total_gpus", default=0)
+        tasks = self.whole("launch.ntasks", default=0)
+        if not whole and tasks:  # a task starts processes of its own, or is one
+            whole = tasks * (each or self.whole("launch.gpus_per_task", default=1))
+        return whole or each * max(nodes, 1)
+
+    def gpus_of_node(self) -> int:
+        """Return the processes of a node; 0 where nothing says so."""
+        word = self.text("launch.nproc_per_node")
+        if word in {"auto", "gpu"}:
+            each = self.cluster.fabric.gpus_per_node
+            self.assume("GPUs of a node", each, f"nproc-per-node is {word}: as the cluster has")
+            return each
+        if word == "cpu":
+            message = "nproc-per-node is cpu: as many processes as a node has CPUs"
+            raise UnknownError(message, hint="give it the number of GPUs of a node")
+        return self.whole("launch.nproc_per_node", "launch.gpus_per_node", default=0)
+
     def gpus(self, said: int, split: int, allows: Callable[[int], bool]) -> int:
         """Return the GPUs: as said, as the cluster has, or as few as the program allows.
 
@@ -219,6 +253,7 @@ class Told:
         default = self.settings.get("launch.default")
         if said and default is not None:
             self.assume("GPUs", said, f"the default of {default.written}, which the launch decides")
+            self.elastic = True
             if said % split or not allows(said):
                 message = f"{said} GPUs, the default of {default.written}, do not suit its degrees"
                 raise UnknownError(message, hint=f"give {default.written} the value it runs with")
@@ -301,13 +336,20 @@ class Told:
                 self._effects.append(fate)
 
     def _fate(self, name: str, setting: Setting) -> _Effect:
-        kind, why, memory = "left out", _NOT_KNOWN, (0.0, math.inf)
+        kind, why, memory = "left out", _NOT_KNOWN, ANY
         if not setting.given:
             return _Effect("harmless", setting.written, "not set", None, SAME)
-        off = str(setting.value).strip().lower() in _OFF
+        value = str(setting.value).strip().lower()
+        off = value in _OFF
+        supposed = _flag_table().get(self.program, {}).get("supposed", {})
+        if value in supposed.get(name.lower(), ()):
+            return _Effect("harmless", setting.written, "as the reader supposes", None, SAME)
         for rule in _rules(self.program):
             if rule.pattern.fullmatch(name.lower()):
                 kind, why, memory = rule.kind, rule.why, rule.memory
+                if off and rule.off_changes and not _NEGATION.match(name):
+                    why = "it is off, where the reader supposes it on"
+                    return _Effect("left out", setting.written, why, None, _SWITCHED_OFF)
                 if kind == "left out" and off:
                     return _Effect("harmless", setting.written, "switched off", None, SAME)
                 break
@@ -323,18 +365,35 @@ class _Rule:
     pattern: re.Pattern[str]
     why: str
     memory: tuple[float, float]
+    off_changes: bool
+
+
+def is_switch(name: str) -> bool:
+    """Return whether a flag of Megatron-LM takes no value."""
+    return name in _flag_table()["megatron"]["switches"] or _SWITCH.match(name) is not None
+
+
+_SWITCH = re.compile(r"(no|use|disable|enable|overlap|untie|apply)_(?!checkpoint_path)")
+
+
+@functools.cache
+def _flag_table() -> dict[str, Any]:
+    text = (files("fivefold.strategy._recipes") / "flags.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
 
 
 @functools.cache
 def _rules(program: str) -> tuple[_Rule, ...]:
     """Return the fates of flags that no reader reads, of a program and of all."""
-    text = (files("fivefold.strategy._recipes") / "flags.toml").read_text(encoding="utf-8")
-    table = tomllib.loads(text)
+    table = _flag_table()
     found = []
     parts = ("megatron", "automodel") if program in {"nemo", "primus", "bridge"} else (program,)
     for kind, part in itertools.product(("harmless", "left_out"), (*parts, "all")):
         for rule in table.get(part, {}).get(kind, ()):
             pattern = re.compile("|".join(fnmatch.translate(name) for name in rule["names"]))
             low, high = rule.get("memory", SAME)
-            found.append(_Rule(kind.replace("_", " "), pattern, rule["why"], (low, high)))
+            off_changes = rule.get("off_changes", False)
+            found.append(
+                _Rule(kind.replace("_", " "), pattern, rule["why"], (low, high), off_changes)
+            )
     return tuple(found)

@@ -58,7 +58,7 @@ def read_torchtitan(told: Told) -> tuple[ModelSpec, ParallelPlan]:
         data_overlap=data * degree["context"] > 1,
         pipeline_overlap=pipelined and schedule not in {"gpipe", "1f1b"},
         offload_weights=moved, offload_optimizer=moved,
-        optimizer="muon" if "muon" in told.text("optimizer.name") else "adamw",
+        optimizer=_optimizer(told),  # type: ignore[arg-type]
         dtype=_product_type(told),
     )  # fmt: skip
     return model, plan
@@ -163,6 +163,13 @@ def _stack(told: Told) -> None:
     if told.on("optimizer.early_step_in_backward"):
         told.unpriced("optimizer.early_step_in_backward",
                       "gradients are priced as kept to the end", memory=(0.6, 1.0))  # fmt: skip
+
+
+def _optimizer(told: Told) -> str:
+    name = told.text("optimizer.name", default="adamw")
+    if "muon" not in name and "adam" not in name:
+        told.unpriced("optimizer.name", "its states are priced as AdamW's", memory=(0.4, 1.2))
+    return "muon" if "muon" in name else "adamw"
 
 
 def _product_type(told: Told) -> str:
