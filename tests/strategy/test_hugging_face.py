@@ -39,7 +39,12 @@ def test_parameters_are_those_of_transformers_default(family):
 def test_no_class_of_transformers_gets_another_count_without_a_word():
     pytest.importorskip("transformers")
     logging.disable(logging.WARNING)
-    found = [one for name in judge.families() for one in judge.outcomes(name, changes=6, seed=0)]
+    try:
+        found = [
+            one for name in judge.families() for one in judge.outcomes(name, changes=6, seed=0)
+        ]
+    finally:
+        logging.disable(logging.NOTSET)
     assert [one for one in found if one.kind == "WRONG"] == []
     assert sum(one.kind == "equal" for one in found) > len(found) / 3
 
@@ -161,6 +166,119 @@ def test_a_hint_that_is_followed_loses_nothing_without_a_word(key, value, said):
     model_of_config({**config, key: None}, off, seq_len=64)
     assert not off.decisive()
     assert key in off.names()
+
+
+def _read(family, change):
+    base = PLAIN if family == "llama" else COUNTED[family][0]
+    config = {key: value for key, value in {**base, **change}.items() if value != "absent"}
+    reading = Reading("config.json")
+    return model_of_config(config, reading, seq_len=64), reading
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("qwen3_moe", "num_experts_per_token", 4), ("qwen3_moe", "top_k", 4),
+        ("llama", "ffn_dim_multiplier", 1.3), ("llama", "hidden_size_scale", 2),
+        ("llama", "layer_init", 3), ("llama", "mup_width", 2), ("llama", "heads_alpha", 2),
+        ("llama", "expand_ratio_scaling", [2, 4]), ("llama", "qk_rope_head_dim", 64),
+        ("llama", "pruned_heads", {"1": [2]}), ("deepseek_v3", "moe_layer_freq", 2),
+        ("qwen3_next", "attn_output_gate", False),
+        ("kimi_linear", "linear_attn_config", {"num_groups": 3}),
+    ],
+)  # fmt: skip
+def test_what_may_change_a_size_is_never_harmless(family, key, value):
+    decisive = [note.name for note in _read(family, {key: value})[1].decisive()]
+    assert decisive == [key if family != "kimi_linear" else f"{key}.num_groups"]
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "layer_norm_eps", 1e-5), ("llama", "num_beams", 1), ("llama", "top_k", 20),
+        ("qwen3_moe", "top_k", 50), ("llama", "num_image_token_id", 7),
+        ("deepseek_v3", "routed_scaling_factor", 2.5), ("deepseek_v3", "moe_layer_freq", 1),
+        ("kimi_linear", "moe_layer_freq", 1), ("qwen3_next", "attn_output_gate", True),
+    ],
+)  # fmt: skip
+def test_what_changes_nothing_is_no_alarm(family, key, value):
+    assert not _read(family, {key: value})[1].decisive()
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "key", "value"),
+    [
+        ("llama", {"num_key_value_heads": "absent"}, "num_key_value_heads", 4),
+        ("llama", {"num_key_value_heads": None}, "num_key_value_heads", 4),
+        ("llama", {"head_dim": None}, "head_dim", 16),
+        ("llama", {}, "head_dim", 16),
+        ("gpt2", {"n_inner": None}, "n_inner", 3072),
+        ("qwen3_next", {}, "full_attention_interval", 4),
+        ("mimo_v2_flash", {}, "swa_num_attention_heads", 64),
+        ("deepseek_v4", {}, "residual streams", 1),
+        ("gemma3n_text", {}, "residual streams", 1),
+    ],
+)
+def test_what_code_supplies_is_assumed(family, change, key, value):
+    assumed = {note.name: note for note in _read(family, change)[1].assumed}
+    assert assumed[key].value == value
+    assert assumed[key].decisive == (key == "residual streams")
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("llama", {"intermediate_size": None}, "intermediate_size .* must be a number, or left"),
+        ("qwen3_next", {"full_attention_interval": None}, "full_attention_interval .* has 4 then"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step .* above 0; got 0"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval .* above 0; got 0"),
+        ("minimax_m3_vl_text", {"mlp_layer_types": ["dense"]}, "mlp_layer_types names 1 of"),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 of"),
+        ("minimax", {"attn_type_list": [1, 0]}, "attn_type_list names 2 of"),
+        ("qwen3", {"layer_types": ["full_attention"] * 99}, "layer_types names 99 of"),
+        ("kimi_linear", {"linear_attn_config": {"num_heads": True}}, "config.num_heads .* True"),
+        ("kimi_linear", {"linear_attn_config": {"head_dim": 128.5}}, "config.head_dim .* 128.5"),
+        ("kimi_linear", {"linear_attn_config": 5}, "linear_attn_config .* a table; got 5"),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1]}},
+         "do not name each of"),
+        ("nemotron_h", {"num_hidden_layers": 80}, "num_hidden_layers=80, but"),
+        ("nemotron_h", {"hybrid_override_pattern": "absent", "layers_block_type": "absent",
+                        "layer_types": "absent"}, "neither hybrid_override_pattern nor"),
+        ("gpt2", {"n_embd": 1600, "n_head": 12}, "n_embd=1600 .* no multiple of n_head=12"),
+        ("llama", {"num_key_value_heads": 3}, "=4 .* no multiple of num_key_value_heads=3"),
+        ("llama", {"hidden_act": "bfloat16"}, "hidden_act='bfloat16'"),
+    ],
+)  # fmt: skip
+def test_a_null_or_a_contradiction_is_refused_by_name(family, change, said):
+    with pytest.raises((DataError, UnsupportedError), match=said):
+        _read(family, change)
+
+
+SIZES = {key: value for key, value in PLAIN.items() if key != "hidden_size"}
+
+
+@pytest.mark.parametrize(
+    ("config", "decisive"),
+    [
+        ({"hidden_size": 128, "text_config": SIZES}, {"hidden_size", "text_config.hidden_size"}),
+        ({"hidden_size": 128, "text_config": PLAIN}, {"hidden_size"}),
+        ({"hidden_size": 64, "text_config": PLAIN}, {"other parts"}),
+        ({"tie_word_embeddings": True, "text_config": {**PLAIN, "tie_word_embeddings": False}},
+         {"tied embedding", "other parts"}),
+        ({"thinker_config": {"audio_config": {}, "text_config": PLAIN}},
+         {"thinker_config.audio_config"}),
+    ],
+    ids=["parent's", "different", "same", "tied", "two levels"],
+)  # fmt: skip
+def test_a_size_beside_the_language_model_is_not_lost(config, decisive):
+    reading = Reading("config.json")
+    model_of_config({"model_type": "llava", **config}, reading)
+    assert {note.name for note in reading.decisive()} == decisive
+
+
+def test_a_language_model_without_sizes_is_refused():
+    with pytest.raises(DataError, match=r"none of text_config\.hidden_size"):
+        model_from_hugging_face({"model_type": "llava", "text_config": {"model_type": "llama"}})
 
 
 KEYS = st.sampled_from(

@@ -257,7 +257,9 @@ def test_flags_that_change_nothing_are_read(tmp_path, flags):
         ("meta-llama/Llama-3.2-1B", "llama3.2-1b"), ("vit_b16", None),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"), ("moonshotai/Kimi-K2.5", None),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"), ("gpt_oss-20b", "gpt-oss-20b"),
-        ("Qwen/Qwen2.5-Math-7B", None),
+        ("Qwen/Qwen2.5-Math-7B", None), ("mistralai/Mistral-7B-v0.3", None),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct-1048", None), ("mistralai/Mixtral-8x22B-Instruct-v0.1", None),
     ],
 )  # fmt: skip
 def test_another_size_or_version_of_a_known_model_is_unknown(tmp_path, name, known):

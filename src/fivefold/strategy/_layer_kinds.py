@@ -33,10 +33,7 @@ def mixers(keys: Keys, count: int) -> list[str]:
         keys.get(name)
     if listed is None:
         return _MIXER_RULES[keys.table.get("mixers", "full")](keys, count)
-    found = [_word(MIXERS, kind, keys, "layer_types") for kind in listed[:count]]
-    if len(listed) < count:
-        message = f"layer_types names {len(listed)} of {count} layers"
-        raise DataError(message, hint="one word for each of num_hidden_layers")
+    found = [_word(MIXERS, kind, keys, name) for kind in keys.listed(name, listed, count)]
     if keys.family.startswith("gemma4") and found:
         found[-1] = "full"  # whose code forces it
     return found
@@ -50,7 +47,8 @@ def feed_forwards(keys: Keys, count: int) -> list[str]:
     listed = keys.get("mlp_layer_types") if keys.of("lists_feed_forwards", False) else None
     if listed is None:
         return _FEED_FORWARD_RULES[keys.table.get("feed_forwards", "experts")](keys, count)
-    return [_word(_FEED_FORWARDS, kind, keys, "mlp_layer_types") for kind in listed[:count]]
+    name = "mlp_layer_types"
+    return [_word(_FEED_FORWARDS, kind, keys, name) for kind in keys.listed(name, listed, count)]
 
 
 def _word(known: dict[Any, str], kind: Any, keys: Keys, name: str) -> str:
@@ -78,7 +76,7 @@ def _windowed(keys: Keys, count: int) -> list[str]:
 
 def _qwen(keys: Keys, count: int) -> list[str]:
     """Layers from ``max_window_layers`` on have the window."""
-    used, first = keys.get("use_sliding_window"), keys.get("max_window_layers", default=0)
+    used, first = keys.get("use_sliding_window"), keys.count("max_window_layers", default=0)
     if not used or not keys.of("window"):
         return ["full"] * count
     return ["sliding" if n >= first else "full" for n in range(count)]
@@ -95,12 +93,12 @@ def _bamba(keys: Keys, count: int) -> list[str]:
 
 
 def _jamba_mixers(keys: Keys, count: int) -> list[str]:
-    step, first = keys.get("attn_layer_period"), keys.get("attn_layer_offset")
+    step, first = keys.count("attn_layer_period", least=1), keys.count("attn_layer_offset")
     return ["full" if n % step == first else "linear" for n in range(count)]
 
 
 def _qwen2_moe(keys: Keys, count: int) -> list[str]:
-    used, first = keys.get("use_sliding_window"), keys.get("max_window_layers", default=0)
+    used, first = keys.get("use_sliding_window"), keys.count("max_window_layers", default=0)
     if not used:
         return ["full"] * count
     return ["full" if n % 2 or n >= first else "sliding" for n in range(count)]
@@ -122,7 +120,8 @@ def _deepseek_v4(keys: Keys, count: int) -> list[str]:
     ratios = keys.get("compress_ratios")
     if ratios is not None:
         known = {0: "sliding", 1: "sliding", 4: "compressed_sparse", 128: "heavily_compressed"}
-        return [_word(known, ratio, keys, "compress_ratios") for ratio in ratios[:count]]
+        listed = keys.listed("compress_ratios", ratios, count)
+        return [_word(known, ratio, keys, "compress_ratios") for ratio in listed]
     words = ("heavily_compressed", "compressed_sparse")
     return [words[0] if n < 2 else words[n % 2] for n in range(count)]
 
@@ -138,31 +137,36 @@ def _flint(keys: Keys, count: int) -> list[str]:
 
 
 def _cohere_moe(keys: Keys, count: int) -> list[str]:
-    dense = int(keys.get("first_k_dense_replace", default=0))
-    first = keys.get("prefix_dense_sliding_window_pattern")
-    step = keys.get("sliding_window_pattern")
+    dense = min(keys.count("first_k_dense_replace", default=0), count)
+    first = keys.count("prefix_dense_sliding_window_pattern", least=1)
+    step = keys.count("sliding_window_pattern", least=1)
     steps = [(n, first) for n in range(dense)] + [(n, step) for n in range(count - dense)]
     return ["sliding" if (n + 1) % every else "full" for n, every in steps]
 
 
 def _without_rope(keys: Keys, count: int) -> list[str]:
     """Layers with rotary positions look at their own chunk only (Llama 4)."""
-    step = keys.get("no_rope_layer_interval", default=4)
-    turned = keys.get("no_rope_layers") or [(n + 1) % step for n in range(count)]
-    return ["chunked" if one else "full" for one in turned]
+    return ["chunked" if one else "full" for one in _turned(keys, count)]
 
 
 def _smollm(keys: Keys, count: int) -> list[str]:
     if not keys.get("use_sliding_window") or not keys.of("window"):
         return ["full"] * count
-    step = keys.get("no_rope_layer_interval", default=4)
-    turned = keys.get("no_rope_layers") or [(n + 1) % step for n in range(count)]
-    return ["full" if one else "sliding" for one in turned]
+    return ["full" if one else "sliding" for one in _turned(keys, count)]
+
+
+def _turned(keys: Keys, count: int) -> list[Any]:
+    """Return which layers have rotary positions: all but every so-manyth."""
+    if listed := keys.get("no_rope_layers"):
+        return keys.listed("no_rope_layers", listed, count)
+    step = keys.count("no_rope_layer_interval", default=4, least=1)
+    return [(n + 1) % step for n in range(count)]
 
 
 def _mimo(keys: Keys, count: int) -> list[str]:
     listed = keys.get("hybrid_layer_pattern")
     if listed is not None:
+        listed = keys.listed("hybrid_layer_pattern", listed, count)
         return ["sliding" if one else "full" for one in listed]
     return ["full" if n == 0 or not (n + 1) % 6 else "sliding" for n in range(count)]
 
@@ -179,15 +183,20 @@ def _olmo_hybrid(keys: Keys, count: int) -> list[str]:
 
 
 def _kimi_linear(keys: Keys, count: int) -> list[str]:
-    said = keys.get("linear_attn_config") or {}
-    if "full_attn_layers" in said and "kda_layers" in said:
-        return ["full" if n + 1 in said["full_attn_layers"] else "linear" for n in range(count)]
+    whole = keys.get("linear_attn_config.full_attn_layers")
+    linear = keys.get("linear_attn_config.kda_layers")
+    if whole is not None and linear is not None:
+        if sorted([*whole, *linear]) != list(range(1, count + 1)):
+            message = f"full_attn_layers and kda_layers do not name each of {count} layers once"
+            raise DataError(message, hint="layers are counted from 1 in linear_attn_config")
+        return ["full" if n + 1 in whole else "linear" for n in range(count)]
     return ["full" if n and n % 4 == 0 else "linear" for n in range(count)]
 
 
 def _minimax(keys: Keys, count: int) -> list[str]:
     listed = keys.get("attn_type_list")
     if listed is not None:
+        listed = keys.listed("attn_type_list", listed, count)
         return ["full" if one else "linear" for one in listed]
     return ["linear" if n % 2 else "full" for n in range(count)]
 
@@ -206,16 +215,20 @@ def _lfm3(keys: Keys, count: int) -> list[str]:
 
 def _sparse_frequency(keys: Keys, count: int) -> list[str]:
     """A list of zeros and ones says which layers choose blocks (MiniMax-M3)."""
-    said = keys.get("sparse_attention_config") or {}
-    listed = said.get("sparse_attention_freq")
-    if said.get("use_sparse_attention") and listed is None:
+    name = "sparse_attention_config.sparse_attention_freq"
+    listed = keys.get(name)
+    if keys.get("sparse_attention_config.use_sparse_attention") and listed is None:
         key, why = "sparse_attention_config", "does not say which layers are sparse"
         raise keys.refuse(key, why)
-    return ["indexed" if one else "full" for one in listed or [0] * count]
+    listed = [0] * count if listed is None else keys.listed(name, listed, count)
+    return ["indexed" if one else "full" for one in listed]
 
 
 def _recurrent(keys: Keys, count: int) -> list[str]:
     kinds = keys.get("block_types")
+    if not kinds:
+        message = "block_types of the configuration is empty"
+        raise DataError(message, hint="name a kind of layer")
     return [_word(MIXERS, kinds[n % len(kinds)], keys, "block_types") for n in range(count)]
 
 
@@ -253,15 +266,20 @@ def _first_dense(keys: Keys, count: int) -> list[str]:
 
 def _frequency(keys: Keys, count: int) -> list[str]:
     """Leading layers are dense, and of the others those that no step meets, or a list says."""
-    step = keys.get("moe_layer_freq", "moe_layer_frequency", default=1)
-    if isinstance(step, list):
-        return ["experts" if one else "dense" for one in step]
+    names = ("moe_layer_freq", "moe_layer_frequency")
+    said = keys.get(*names, default=1)
+    if isinstance(said, list):
+        return ["experts" if one else "dense" for one in keys.listed(names[0], said, count)]
+    step = keys.count(*names, default=1, least=1)
     first = keys.size_or("experts.dense", 0)
     return ["experts" if n >= first and n % step == 0 else "dense" for n in range(count)]
 
 
 def _sparse_step(keys: Keys, count: int) -> list[str]:
-    dense, step = keys.get("mlp_only_layers") or (), keys.get("decoder_sparse_step", default=1)
+    dense, step = (
+        keys.get("mlp_only_layers") or (),
+        keys.count("decoder_sparse_step", default=1, least=1),
+    )
     some = keys.size("experts.count", least=0) > 0
     return [
         "experts" if some and n not in dense and (n + 1) % step == 0 else "dense"
@@ -270,8 +288,8 @@ def _sparse_step(keys: Keys, count: int) -> list[str]:
 
 
 def _ernie(keys: Keys, count: int) -> list[str]:
-    step, first = keys.get("moe_layer_interval"), keys.get("moe_layer_start_index")
-    last = keys.get("moe_layer_end_index")
+    step = keys.count("moe_layer_interval", least=1)
+    first, last = keys.count("moe_layer_start_index"), keys.count("moe_layer_end_index", least=-1)
     last = count - 1 if last == -1 else last
     return [
         "experts" if (n + 1) % step == 0 and first <= n <= last else "dense" for n in range(count)
@@ -279,13 +297,13 @@ def _ernie(keys: Keys, count: int) -> list[str]:
 
 
 def _llama4(keys: Keys, count: int) -> list[str]:
-    step, listed = keys.get("interleave_moe_layer_step"), keys.get("moe_layers")
+    step, listed = keys.count("interleave_moe_layer_step", least=1), keys.get("moe_layers")
     chosen = set(range(step - 1, count, step) if listed is None else listed)
     return ["experts" if n in chosen else "dense" for n in range(count)]
 
 
 def _jamba(keys: Keys, count: int) -> list[str]:
-    step, first = keys.get("expert_layer_period"), keys.get("expert_layer_offset")
+    step, first = keys.count("expert_layer_period", least=1), keys.count("expert_layer_offset")
     some = keys.size("experts.count", least=0) > 1
     return ["experts" if some and n % step == first else "dense" for n in range(count)]
 

@@ -75,9 +75,10 @@ class Parts:
 
     def _of(self, word: str, name: str, default: int) -> int:
         """Return a size of layers of a kind, which may have their own."""
-        listed = self.keys.said("per_layer_config")  # then the layer's own keys say it
-        own = 0 if listed else self.keys.size_or(f"{word}.{name}", 0)
-        return own or self.keys.size_or(name, default, least=1)
+        general = self.keys.size_or(name, default, least=1)
+        if self.keys.said("per_layer_config"):  # then the layer's own keys say it
+            return general
+        return self.keys.size_or(f"{word}.{name}", general, least=1)
 
     def _window(self, word: str) -> int:
         if word == "chunked":
@@ -89,15 +90,27 @@ class Parts:
         keys = self.keys
         if keys.of("one_kv_head") and not keys.of("one_kv_head_unless"):
             return 1
-        if own := keys.size_or(f"{word}.kv_heads", 0) * (not keys.said("per_layer_config")):
-            return own
-        return keys.size_or("kv_heads", heads, least=1) * int(keys.of(f"{word}.kv_times", 1))
+        found = keys.size_or("kv_heads", heads, least=1) * int(keys.of(f"{word}.kv_times", 1))
+        if not keys.said("per_layer_config"):
+            found = keys.size_or(f"{word}.kv_heads", found, least=1)
+        if heads % found:
+            raise keys.contradiction({"heads": heads, "kv_heads": found})
+        return found
+
+    def _width(self, word: str, heads: int) -> int:
+        """Return the columns of a head: what the file says, or its share of the hidden size."""
+        keys = self.keys
+        said = keys.says("head_dim") or keys.says(f"{word}.head_dim")
+        # A few classes have such defaults.
+        if self.hidden % heads and not (said or keys.usual_of("hidden", "heads")):
+            raise keys.contradiction({"hidden": self.hidden, "heads": heads})
+        return self._of(word, "head_dim", max(self.hidden // heads, 1))
 
     def _attention(self, word: str, *, reuses: bool) -> Part:
         keys, h = self.keys, self.hidden
         heads = self._of(word, "heads", self.heads)
         kv_heads = self._kv_heads(word, heads)
-        width = self._of(word, "head_dim", max(h // heads, 1))
+        width = self._width(word, heads)
         value = self._of(word, "value_dim", width)
         queries, shared = heads * width, keys.flag(f"{word}.keys_are_values")
         if keys.of("square") and queries != h:  # whose last product is square
@@ -228,8 +241,8 @@ class Parts:
         keys, first = self.keys, self.keys.of("linear.kind") == "mamba"
         sizes: dict[str, Any] = {"state": keys.size("linear.state")}
         if first:
-            inner = keys.size_or("linear.inner", 0)
-            inner = inner or keys.size("linear.expand") * self.hidden
+            expanded = keys.size("linear.expand") * self.hidden
+            inner = keys.size_or("linear.inner", expanded, least=1)
             rank = keys.of("linear.rank", "auto")
             rank = -(-self.hidden // 16) if rank == "auto" else keys.whole("time_step_rank", rank)
             sizes |= {"heads": inner, "step_rank": rank}
@@ -306,9 +319,8 @@ class Parts:
 
     def _rate(self, word: str) -> int:
         """Return how many tokens are compressed to one."""
-        rates = self.keys.get("compress_rates") or {}
         plain = {"compressed_sparse": 4, "heavily_compressed": 128}[word]
-        return self.keys.whole("compress_rates", rates.get(f"{word}_attention", plain))
+        return self.keys.count(f"compress_rates.{word}_attention", default=plain, least=1)
 
     def hyper_vectors(self) -> int:
         """Return the parameters that mix several residual streams before and after a block."""
@@ -319,10 +331,10 @@ class Parts:
     def _delta(self) -> Part:
         """Return a gated delta net: queries, keys, values, a gate, two numbers a head."""
         keys, h = self.keys, self.hidden
-        k_heads, heads = keys.size_or("linear.key_heads", self.heads), 0
-        heads = keys.size_or("linear.heads", self.heads)
-        width = keys.size_or("linear.key_dim", 0) or int(0.75 * h / k_heads)
-        value = keys.size_or("linear.value_dim", 0) or 2 * width
+        k_heads = keys.size_or("linear.key_heads", self.heads, least=1)
+        heads = keys.size_or("linear.heads", self.heads, least=1)
+        width = keys.size_or("linear.key_dim", int(0.75 * h / k_heads), least=1)
+        value = keys.size_or("linear.value_dim", 2 * width, least=1)
         columns, values = k_heads * width, heads * value
         matrices = (
             WeightMatrix("in_proj_qkv", h, 2 * columns + values, "columns"),
@@ -339,10 +351,8 @@ class Parts:
     def _kimi(self) -> Part:
         """Return Kimi's delta net, whose decay is of every channel."""
         keys, h = self.keys, self.hidden
-        said = keys.config.get("linear_attn_config") or {}
-        heads = said.get("num_heads") or keys.size("linear.heads")
-        width = said.get("head_dim") or keys.size("linear.key_dim")
-        kernel = said.get("short_conv_kernel_size") or keys.size("linear.kernel")
+        heads, width = keys.size("linear.heads"), keys.size("linear.key_dim")
+        kernel = keys.size("linear.kernel")
         columns = heads * width
         matrices = (
             *(WeightMatrix(f"{n}_proj", h, columns, "columns") for n in "qkv"),
@@ -376,7 +386,7 @@ class Parts:
     def _gated_recurrence(self) -> Part:
         """Return a real-gated recurrence, whose two gates are block-diagonal (RecurrentGemma)."""
         keys, h = self.keys, self.hidden
-        width = keys.size_or("linear.inner", 0) or h
+        width = keys.size_or("linear.inner", h, least=1)
         each = width // self.heads
         matrices = (
             WeightMatrix("linear_y", h, width, "columns"),

@@ -56,7 +56,6 @@ _ACTIVATIONS = frozenset(
         "geglu",
         "hardswish",
         "silu_and_mul",
-        "bfloat16",
     ]
 )
 _MOST_LAYERS = 10_000
@@ -120,22 +119,13 @@ def model_of_config(
 ) -> ModelSpec:
     """Return the model as ``model_from_hugging_face`` does, and fill in the account of its keys."""
     family = family_of(config)
-    text, prefix = config, ""
-    part = next((key for key in _TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
-    if part is not None:
-        text, prefix = config[part], f"{part}."
-        if part == "thinker_config":
-            text, prefix = text["text_config"], f"{prefix}text_config."
-        _account_of_parent(config, part, reading)
-        if "tie_word_embeddings" in config:
-            text = {**text, "tie_word_embeddings": config["tie_word_embeddings"]}
-    keys = Keys(text, family, reading, prefix=prefix)
-    for key in ("hidden_size", "num_hidden_layers")[: 1 if keys.of("pattern") else 2]:
-        if part is not None:
-            break
-        names = keys.table.get({"hidden_size": "hidden", "num_hidden_layers": "layers"}[key])
-        if isinstance(names, str) and not any(one in text for one in names[1:].split("|")):
-            message = f"the model's configuration has none of {names[1:].replace('|', ', ')}"
+    text, prefix = _language_model(config, family, reading)
+    keys = Keys(text, family, reading, prefix=prefix, doubtful=bool(prefix))
+    # In a part the defaults of its class are usual, where it says anything of its sizes.
+    enough = prefix and any(map(keys.says_itself, ("hidden", "layers", "vocab")))
+    for entry in ("hidden",) if keys.of("pattern") else ("hidden", "layers"):
+        if not enough and not keys.says_itself(entry):
+            message = f"the model's configuration has none of {prefix}{keys.names_of(entry)}"
             raise DataError(message, hint="is it the config.json of a whole model?")
     if "model_type" in text:
         reading.take(f"{prefix}model_type", f"the family {family}")
@@ -144,22 +134,52 @@ def model_of_config(
     return model
 
 
-def _account_of_parent(config: Config, part: str, reading: Reading) -> None:
-    for key, value in config.items():
-        why = harmless(key)
-        if key == part:
-            reading.take(key, "the language model")
-        elif key == "tie_word_embeddings":
-            reading.take(key)
-        elif why is not None:
-            reading.ignore(key, why)
-        else:
-            beside = isinstance(value, Mapping) and key.endswith("_config")
-            why = "only the language model is counted"
-            reading.leave_out(key, why, decisive=beside)
+def _language_model(config: Config, family: str, reading: Reading) -> tuple[Config, str]:
+    """Return the keys of the language model, and where they stand; the rest has its place."""
+    text, prefix = config, ""
+    tied = config.get("tie_word_embeddings")
+    part = next((key for key in _TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
+    while part is not None:
+        beside, text, inside = text, text[part], f"{prefix}{part}."
+        _account_of_parent(beside, part, prefix, Keys(text, family, Reading("")), reading)
+        prefix = inside
+        part = "text_config" if isinstance(text.get("text_config"), Mapping) else None
+    if not prefix:
+        return config, ""
     if not reading.decisive():
         why = "the file has a language model and more"
         reading.assume("other parts", "none", why, decisive=True)
+    if tied is None:
+        return text, prefix
+    if text.get("tie_word_embeddings", tied) != tied:
+        why = f"{prefix}tie_word_embeddings says something else"
+        reading.assume("tied embedding", tied, why, decisive=True)
+    return {**text, "tie_word_embeddings": tied}, prefix
+
+
+def _account_of_parent(
+    config: Config, part: str, prefix: str, keys: Keys, reading: Reading
+) -> None:
+    """Give the keys beside a part their place; a size that the part has too must be the same."""
+    for key, value in config.items():
+        name, why = prefix + key, harmless(key, value)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key == part:
+            reading.take(name, "the language model")
+        elif key == "tie_word_embeddings":
+            reading.take(name)
+        elif number and keys.knows(key):
+            same = keys.has(key) and keys.config[key] == value
+            if same:
+                reading.ignore(name, f"{part} says the same")
+            else:
+                reading.leave_out(name, f"{part} does not say the same", decisive=True)
+        elif why is not None:
+            reading.ignore(name, why)
+        else:
+            beside = isinstance(value, Mapping) and key.endswith("_config")
+            why = "only the language model is counted"
+            reading.leave_out(name, why, decisive=beside)
 
 
 @functools.cache
@@ -214,6 +234,9 @@ class _Reader:
         keys = self.keys
         self._check()
         layers = self._layers()
+        if max(keys.size_or("streams", 0), keys.size_or("alternating", 0)) > 1:
+            why = "the other streams are counted in parameters, not in memory and time"
+            keys.reading.assume("residual streams", 1, why, decisive=True)
         hidden = keys.size("hidden")
         fields: dict[str, Any] = {
             "hidden": hidden, "num_layers": len(layers), "num_heads": self.parts.heads,
@@ -258,7 +281,12 @@ class _Reader:
     def _layers(self) -> list[list[Part]]:
         keys, pattern = self.keys, self.keys.of("pattern")
         if pattern:
-            return [[self._lettered(letter)] for letter in pattern_letters(keys)]
+            letters = pattern_letters(keys)
+            said = keys.size_or("layers", len(letters), least=1) if keys.says("layers") else None
+            if said not in {None, len(letters)}:
+                message = f"{keys.names_of('layers')}={said}, but {len(letters)} layers are listed"
+                raise DataError(message, hint="correct the number or the list of layers")
+            return [[self._lettered(letter)] for letter in letters]
         count = keys.size("layers")
         if count > _MOST_LAYERS:  # each is looked at
             message = f"{keys.names_of('layers')}={count} is more than {_MOST_LAYERS:,} layers"
@@ -435,18 +463,28 @@ class _Reader:
 def pattern_letters(keys: Keys) -> str:
     """Return a letter a layer, as hybrids of blocks list them."""
     pattern = keys.get("hybrid_override_pattern")
+    listed = keys.get("layer_types", "layers_block_type")
     if pattern is not None:
         letters = str(pattern).replace("|", "")
         unknown = sorted(set(letters) - set("M*-E"))
         if unknown:
             key, why = "hybrid_override_pattern", f"has {''.join(unknown)!r}, which is not known"
             raise keys.refuse(key, why)
+        if listed and letters != _letters_of(listed, keys):
+            message = "hybrid_override_pattern and the listed types of layers are not the same"
+            raise DataError(message, hint="leave one of them out")
         return letters
-    listed = keys.get("layer_types", "layers_block_type")
+    if not listed:
+        message = "the configuration has neither hybrid_override_pattern nor layers_block_type"
+        raise DataError(message, hint=f"a {keys.family} needs one of them")
+    return _letters_of(listed, keys)
+
+
+def _letters_of(listed: list[Any], keys: Keys) -> str:
     known = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*",
              "mlp": "-", "moe": "E"}  # fmt: skip
-    unknown = sorted({str(kind) for kind in listed or () if kind not in known})
-    if unknown or not listed:
+    unknown = sorted({str(kind) for kind in listed if kind not in known})
+    if unknown:
         message = f"a model of type {keys.family!r} has layers that have no price: {unknown}"
         raise UnsupportedError(message, hint=f"layers_block_type may have {', '.join(known)}")
     return "".join(known[kind] for kind in listed)

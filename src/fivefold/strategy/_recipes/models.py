@@ -8,9 +8,10 @@ from fivefold.strategy._recipes.told import UnknownError
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.presets import load_model, named_models
 
-# Words behind a name that change weights, and no sizes.
+# Words behind a name that change weights, and no sizes; a month only where it is known to.
 _SAME_SIZES = re.compile(
-    r"[-_ ](instruct|base|hf|chat|it|bf16|thinking|v0\.[1-3]|\d{4}|pretrain|sft)$", re.IGNORECASE
+    r"[-_ ](instruct|base|hf|chat|it|bf16|thinking|0324|0528|0905|2507|pretrain|sft)$",
+    re.IGNORECASE,
 )
 # Names under which others publish a known model.
 _ALIASES = {
@@ -18,7 +19,11 @@ _ALIASES = {
     "llama3.1405b": "llama3-405b", "deepseekv3671b": "deepseek-v3", "deepseekv3.1": "deepseek-v3",
     "deepseekr1": "deepseek-v3", "nvidianemotron3nano30ba3b": "nemotron-3-nano",
     "nemotron3nano30ba3b": "nemotron-3-nano",
-    "mistral7bv0.1": "mistral-7b",
+    # Not v0.3, nor the 8x22B that follows instructions: they have another vocabulary.
+    "mistral7bv0.1": "mistral-7b", "mistral7binstructv0.1": "mistral-7b",
+    "mistral7bv0.2": "mistral-7b", "mistral7binstructv0.2": "mistral-7b",
+    "mixtral8x7bv0.1": "mixtral-8x7b", "mixtral8x7binstructv0.1": "mixtral-8x7b",
+    "mixtral8x22bv0.1": "mixtral-8x22b",
     "deepseekv316b": "deepseek-v2-lite",
 }  # fmt: skip
 
