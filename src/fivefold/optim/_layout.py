@@ -214,8 +214,18 @@ _OF_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 def left_out(model: torch.nn.Module) -> set[str]:
-    """Return the names of what each rank keeps for itself."""
-    return set(getattr(model, _OF_DDP, ()))
+    """Return the names of what each rank keeps for itself.
+
+    The parameters of modules with a ``rank_share`` are not among them, though DDP leaves them out:
+    the workers have the same ones.
+    """
+    shared_out = {
+        f"{at}.{name}" if at else name
+        for at, module in model.named_modules()
+        if isinstance(getattr(module, "rank_share", None), str)
+        for name, _ in module.named_parameters()
+    }
+    return set(getattr(model, _OF_DDP, ())) - shared_out
 
 
 def leave_out(model: torch.nn.Module, names: Sequence[str]) -> None:
@@ -228,7 +238,7 @@ def leave_out(model: torch.nn.Module, names: Sequence[str]) -> None:
         message = f"ignore names {names if isinstance(names, str) else strange[0]!r}"
         hint = "give a list of names as model.named_parameters() and named_buffers() have them"
         raise ConfigurationError(f"{message}, which the model has not", hint=hint)
-    setattr(model, _OF_DDP, sorted(left_out(model) | set(names)))
+    setattr(model, _OF_DDP, sorted({*getattr(model, _OF_DDP, ()), *names}))
 
 
 _ELEMENT_BYTES = 4  # the outer state is float32 for parameters of at most 32 bits
@@ -345,11 +355,11 @@ def require_same_shares(transport: Transport, model: torch.nn.Module) -> None:
 
 def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...], str, str]]:
     """Return what the ranks must have alike of each parameter."""
-    kinds = {True: "trainable", False: "frozen"}
+    kinds, out = {True: "trainable", False: "frozen"}, left_out(model)
     return [
         (name, tuple(local_tensor(p).shape), str(p.dtype), kinds[p.requires_grad])
         for name, p in model.named_parameters()
-        if name not in left_out(model)
+        if name not in out
     ]
 
 
