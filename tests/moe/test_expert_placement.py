@@ -1,6 +1,7 @@
 """Experts that are one rank's alone: what wraps, moves or saves a model leaves them to it."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -152,10 +153,30 @@ def allowed():
     return torch.equal(upcycled.experts.w2[0], upcycled.experts.w2[1])
 
 
+def waits():
+    """Return the exchange's reads of a device in a second forward, and its collectives' names."""
+    group = AllToAllGroup()
+    layer, readers = MoE(CONFIG, group), []  # its biases are zero on all ranks
+    x, read = torch.randn(5, 4), torch.Tensor.tolist
+
+    def counted(tensor):
+        readers.append(sys._getframe(1).f_globals["__name__"])
+        return read(tensor)
+
+    layer(x)
+    group.take_calls()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", counted)
+        layer(x)
+    reads = [name for name in readers if name.startswith("fivefold.moe.parallel")]
+    return len(reads), [call.name for call in group.take_calls()]
+
+
 def two_ranks(_rank):
     found = {wrap.__name__: trained_by(wrap, 2) for wrap in (by_ddp, by_fsdp)}
     found["refused"] = {n: refused(forward(wrap)) for n, (wrap, _) in REFUSED.items()}
     found["allowed"] = allowed()
+    found["waits"] = waits()
     layer, whole = MoE(CONFIG, AllToAllGroup()), MoE(CONFIG)
     layer.load_state_dict(whole.state_dict())
     found["whole"] = prepare_experts(layer).whole_state_dict(), whole.state_dict()
@@ -187,6 +208,11 @@ def test_what_takes_experts_for_replicas_is_refused_by_name(pair, what):
 
 def test_experts_may_be_equal_on_purpose(pair):
     assert all(found["allowed"] for found in pair)
+
+
+def test_a_forward_reads_the_counts_once_and_compares_harmless_experts_once(pair):
+    for found in pair:
+        assert found["waits"] == (1, ["row counts", "tokens", "results"])
 
 
 def test_a_whole_state_is_cut_and_put_together(pair):
