@@ -1,6 +1,7 @@
 """Experts that are one rank's alone: what wraps, moves or saves a model leaves them to it."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -152,10 +153,30 @@ def allowed():
     return torch.equal(upcycled.experts.w2[0], upcycled.experts.w2[1])
 
 
+def waits():
+    """Return the exchange's reads of a device in a second forward, and its collectives' names."""
+    group = AllToAllGroup()
+    layer, readers = MoE(CONFIG, group), []  # its biases are zero on all ranks
+    x, read = torch.randn(5, 4), torch.Tensor.tolist
+
+    def counted(tensor):
+        readers.append(sys._getframe(1).f_globals["__name__"])
+        return read(tensor)
+
+    layer(x)
+    group.take_calls()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", counted)
+        layer(x)
+    reads = [name for name in readers if name.startswith("fivefold.moe.parallel")]
+    return len(reads), [call.name for call in group.take_calls()]
+
+
 def two_ranks(_rank):
     found = {wrap.__name__: trained_by(wrap, 2) for wrap in (by_ddp, by_fsdp)}
     found["refused"] = {n: refused(forward(wrap)) for n, (wrap, _) in REFUSED.items()}
     found["allowed"] = allowed()
+    found["waits"] = waits()
     layer, whole = MoE(CONFIG, AllToAllGroup()), MoE(CONFIG)
     layer.load_state_dict(whole.state_dict())
     found["whole"] = prepare_experts(layer).whole_state_dict(), whole.state_dict()
@@ -189,39 +210,56 @@ def test_experts_may_be_equal_on_purpose(pair):
     assert all(found["allowed"] for found in pair)
 
 
+def test_a_forward_reads_the_counts_once_and_compares_harmless_experts_once(pair):
+    for found in pair:
+        assert found["waits"] == (1, ["row counts", "tokens", "results"])
+
+
 def test_a_whole_state_is_cut_and_put_together(pair):
     for found in pair:
         back, whole = found["whole"]
         assert all(torch.equal(back[name], whole[name]) for name in whole)
 
 
-def workers(rank):
-    """Two workers of two ranks: DDP inside, an outer step at learning rate 0 between them."""
+def outer_steps(rank):
+    """Two workers of two ranks, each with data of its own: DDP inside, outer steps between them."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[rank // 2]
     model = Model(AllToAllGroup(mine))
     placement = prepare_experts(model, process_group=mine)
-    x = torch.linspace(-1, 1, 20).view(5, 4)
-    before = model(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sync = OuterSync(model, optimizer, rule=LocalSGD(tau=1), process_group=placement.workers)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    sync = OuterSync(model, optimizer, rule=LocalSGD(tau=2), process_group=placement.workers)
     wrapped = DistributedDataParallel(model, process_group=mine)
-    wrapped(x).square().mean().backward()
-    optimizer.step()
-    sync.step()
+    for x in data(4)[:2, rank]:
+        (wrapped(x) - x.sin()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
     sync.finalize()
-    off = float((model(x) - before).detach().abs().max())
+    return before, {name: p.detach().clone() for name, p in model.named_parameters()}
 
+
+def test_workers_have_the_same_experts_after_a_round():
+    found = run_processes(4, outer_steps)
+    for (before, one), (_, other) in ((found[0], found[2]), (found[1], found[3])):
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+            assert not torch.equal(tensor, before[name]), name  # they trained
+
+
+def replicas(rank):
+    """Two groups of experts whose four ranks step together."""
+    mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     replicated = Model(AllToAllGroup(mine))
-    placement = prepare_experts(replicated)  # all four step together
+    placement = prepare_experts(replicated)
     train(replicated, DistributedDataParallel(replicated), data(4)[:, rank])
-    return off, shared_out(placement)
+    return shared_out(placement)
 
 
 @pytest.mark.nightly
-def test_workers_with_experts_and_replicas_of_experts():
+def test_replicas_of_experts_train_as_one_process_does():
     wanted = alone(4)
-    for off, found in run_processes(4, workers):
-        assert off < 1e-6
+    for found in run_processes(4, replicas):
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, wanted[name], msg=name)

@@ -1,7 +1,6 @@
 """The corpus: what is read, how it is split, and a cache that survives faults."""
 
-from __future__ import annotations
-
+import bz2
 import gzip
 import json
 import multiprocessing
@@ -213,12 +212,23 @@ KINDS = {
     "binary": (lambda text: b"ab\0cd" + text.encode(), "NUL"),
     "late binary": (lambda text: text.encode() + b"x" * 70 + b"\0", "NUL"),
     "parquet": (lambda text: b"PAR1" + text.encode() + b"PAR1", "Parquet"),
+    "text with letters of Parquet": (lambda text: b"PAR1 is a section\n" + text.encode(), None),
+    "bzip2": (lambda text: bz2.compress(text.encode()), "bzip2"),
+    "text with letters of bzip2": (lambda text: b"BZhang\n" + text.encode(), None),
+    "text with letters of Arrow": (lambda text: b"ARROW1: " + text.encode(), None),
+    "text with letters of PDF": (lambda text: b"%PDF-files\n" + text.encode(), None),
+    "code about notebooks": (
+        lambda text: b'keys = {"cells", "cell_type", "nbformat"}\n' + text.encode(), None
+    ),
     "gzip": (lambda text: gzip.compress(text.encode()), "gzip"),
     "json lines": (lambda text: (json.dumps({"text": text}) + "\n").encode() * 3, "JSON lines"),
     "notebook": (
         lambda text: json.dumps({"cells": [{"cell_type": "code", "source": text}],
                                  "nbformat": 4}).encode(),
         "notebook",
+    ),
+    "json about notebooks": (
+        lambda _: b'{"keys": ["cell_type", "nbformat", "cells"]}', None
     ),
     "one json object": (lambda text: json.dumps({"text": text}, indent=1).encode(), None),
 }  # fmt: skip
@@ -269,13 +279,13 @@ def test_what_is_left_out_is_warned_of_and_most_of_a_folder_is_refused(load, fol
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert warning_of(load().account) is None
     for number in range(4):
-        (folder / f"a{number}.parquet").write_bytes(b"PAR1" + b"x" * (size // 50))
+        (folder / f"a{number}.parquet").write_bytes(b"PAR1" + b"x" * (size // 50) + b"PAR1")
     account = load().account
     wanted = "a0.parquet, a1.parquet, a2.parquet and 1 more"
     assert wanted in warning_of(account)
     assert wanted in reading_of(account).line()
     assert "write its text column to text files" in warning_of(account)
-    (folder / "a4.parquet").write_bytes(b"PAR1" + b"x" * 2 * size)
+    (folder / "a4.parquet").write_bytes(b"PAR1" + b"x" * 2 * size + b"PAR1")
     with pytest.raises(
         DataError, match=r"% of the [\d,]+ bytes in data.path would not be read"
     ) as e:

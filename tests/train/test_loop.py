@@ -26,7 +26,7 @@ def test_what_of_the_data_is_read_is_said_everywhere(make_config, text_folder, t
     folder = tmp_path / "text"
     shutil.copytree(text_folder, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    (folder / "rows.parquet").write_bytes(b"PAR1" + bytes(size // 4 - 4))
+    (folder / "rows.parquet").write_bytes(b"PAR1" + bytes(size // 4 - 8) + b"PAR1")
     config = make_config("none", steps=2)
     data = config.data.model_copy(update={"path": str(folder)})
     config = config.model_copy(update={"data": data, "optim": config.optim.model_copy(update={

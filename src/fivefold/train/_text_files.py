@@ -126,16 +126,19 @@ _MAGIC = (
     (b"\0\0\xfe\xff", "UTF-32: iconv -f UTF-32 -t UTF-8"),
     (b"\xff\xfe", "UTF-16: iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "UTF-16: iconv -f UTF-16 -t UTF-8"),
-    (b"PAR1", "Parquet: write its text column to text files"),
-    (b"ARROW1", "Arrow: write its text column to text files"),
+    (b"ARROW1\0\0", "Arrow: write its text column to text files"),
     (b"\x1f\x8b", "compressed by gzip: unpack it"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd: unpack it"),
     (b"\xfd7zXZ\0", "compressed by xz: unpack it"),
-    (b"BZh", "compressed by bzip2: unpack it"),
     (b"PK\x03\x04", "a zip archive (also .docx, .xlsx, .npz): unpack or convert it"),
-    (b"%PDF-", "PDF: extract its text"),
     (b"SQLite format 3\0", "a SQLite database: export its text"),
 )
+# The same where a few letters are not enough: text may begin with them.
+_MAGIC_PATTERNS = (
+    (re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), "compressed by bzip2: unpack it"),
+    (re.compile(rb"%PDF-\d\.\d"), "PDF: extract its text"),
+)
+_PARQUET = b"PAR1", "Parquet: write its text column to text files"  # at both ends
 _LFS = b"version https://git-lfs.github.com/spec/"
 _ANNEX = b"/annex/objects/"
 _POINTER = "a pointer to a file that is not here: git lfs pull"
@@ -170,14 +173,40 @@ def _known(file: SourceFile, piece: bytes) -> tuple[str, int] | None:
     if piece.startswith((_LFS, _ANNEX)) and size < PIECE_BYTES:
         real = re.search(rb"^size (\d{1,18})$|-s(\d{1,18})--", piece, re.MULTILINE)
         return _POINTER, max(size, int(real[1] or real[2])) if real else size
-    for magic, why in _MAGIC:
-        if piece.startswith(magic):
-            return why, size
-    if file.path.suffix == ".ipynb" or (b'"cell_type"' in piece and b'"nbformat"' in piece):
-        return _NOTEBOOK, size
+    if (why := _by_magic(file, piece)) is not None:
+        return why, size
     if file.path.suffix in {".jsonl", ".ndjson"} or _is_json_lines(piece, whole=len(piece) == size):
         return _JSON_LINES, size
+    if file.path.suffix == ".ipynb" or _is_notebook(file, piece):
+        return _NOTEBOOK, size
     return None
+
+
+def _by_magic(file: SourceFile, piece: bytes) -> str | None:
+    for magic, why in _MAGIC:
+        if piece.startswith(magic):
+            return why
+    for pattern, why in _MAGIC_PATTERNS:
+        if pattern.match(piece):
+            return why
+    magic, why = _PARQUET
+    return why if piece.startswith(magic) and _last_bytes(file, len(magic)) == magic else None
+
+
+def _last_bytes(file: SourceFile, number: int) -> bytes:
+    return b"".join(_raw_pieces(file.path, max(file.size_bytes - number, 0), file.size_bytes))
+
+
+def _is_notebook(file: SourceFile, piece: bytes) -> bool:
+    """Return whether the content is a JSON object with cells and the format's number."""
+    start = piece.removeprefix(codecs.BOM_UTF8).lstrip()
+    if not start.startswith(b"{") or b'"cell_type"' not in piece:
+        return False
+    try:
+        found = json.loads(b"".join(_raw_pieces(file.path)).decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return False
+    return "nbformat" in found and ("cells" in found or "worksheets" in found)
 
 
 def _is_json_lines(piece: bytes, *, whole: bool) -> bool:

@@ -39,10 +39,10 @@ def sample_of(own: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack(parts)
 
 
-def columns_alike(table_PN: torch.Tensor) -> list[int]:  # noqa: N803 - shape suffix
+def columns_alike(rows: list[list[int]]) -> list[int]:
     """Return the columns in which two rows have the same number."""
-    columns = table_PN.t().tolist()
-    return [n for n, column in enumerate(columns) if len(set(column)) < len(column)]
+    columns = enumerate(zip(*rows, strict=True))
+    return [n for n, column in columns if len(set(column)) < len(column)]
 
 
 def require_own(
