@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import fivefold
-from helpers.durations import COLLECTED, DAY_S, SLOW_S, known_cases, known_files
+from helpers.durations import COLLECTED, DAY_S, SHARED_S, SLOW_S, known_cases, known_files
 
 PACKAGE = Path(fivefold.__file__).parent
 ROOMS = [
@@ -395,7 +395,7 @@ def test_what_every_change_waits_for_is_short(request):
     took_s = known_cases()
     exceptions = {item.nodeid for item in by_day if item.get_closest_marker("slow")}
     limits_s = {item.nodeid: DAY_S for item in by_day} | dict.fromkeys(exceptions, SLOW_S)
-    limits_s |= {name: SLOW_S for name in took_s if "::fixture " in name}
+    limits_s |= {name: SHARED_S for name in took_s if "::fixture " in name}
     long = {name: took_s[name] for name, s in limits_s.items() if took_s.get(name, 0.0) > s}
     assert not long, "mark what takes longer nightly, and leave something quicker of its kind"
     known = known_files()

@@ -44,6 +44,7 @@ def fewest_misses(batches, initial, num_slots):
     return min(states.values())
 
 
+@pytest.mark.slow
 @by_day(20)
 @given(batches=batches_of_small_ids, num_slots=st.integers(0, 5))
 def test_no_other_cache_has_fewer_misses(batches, num_slots):

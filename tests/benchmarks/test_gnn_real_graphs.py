@@ -203,6 +203,7 @@ def real_lists():
     return bool(main) and real_graphs.APT_HELPER.is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not real_lists(), reason="the package lists of Debian 12 are not here")
 def test_published_counts_of_debian():
     packages = real_graphs.read_packages(real_graphs.APT_LISTS)

@@ -22,6 +22,7 @@ from fivefold.gnn.sampling import Adjacency
 from helpers.night import number_of
 
 
+@pytest.mark.slow
 @settings(max_examples=number_of(15, 1000), deadline=None)
 @given(row_bytes=st.integers(1, 13_000), pages=st.integers(0, 2), seed=st.integers(0, 999))
 def test_page_reads_give_the_rows_and_whole_pages_alone(row_bytes, pages, seed, tmp_path_factory):

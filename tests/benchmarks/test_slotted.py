@@ -260,6 +260,7 @@ def test_one_rank_and_nothing_to_do():
     assert slotted(weightless, line(2), size_bytes=8.0).schedule.num_transfers == 1
 
 
+@pytest.mark.slow
 def test_bad_input_says_what_to_do():
     topology = ring(3, bandwidth=1e9)
     with pytest.raises(ConfigurationError, match="size_bytes"):

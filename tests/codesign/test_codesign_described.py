@@ -238,6 +238,7 @@ def test_layers_below_may_change_layer_1s_choice():
     assert gain > usual_s / same_s
 
 
+@pytest.mark.slow
 def test_jobs_of_both_kinds_share_a_cluster_and_nobody_loses():
     topology = hosts()
     model = job_from_plan(topology, described(gpus=8, batch=8), (0, 1, 2, 3, 4, 5, 6, 7))

@@ -108,6 +108,7 @@ def test_nobody_is_worse_off_whatever_the_cluster(case, flags, seed):
         assert all(plan.algorithm != "hierarchical" for plan in found.plan.jobs.values())
 
 
+@pytest.mark.slow
 @FEW
 @given(cases(), st.integers(1, 9))
 def test_the_budget_is_kept_and_a_second_look_has_one_more(case, budget):

@@ -50,6 +50,7 @@ def test_a_step_of_one_worker_in_four_counts_a_quarter(rule, dtype):
         assert ends.tolist() == [10.0] * len(ends)
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(sorted(RULES.keys() - OF_GRADIENTS)),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),

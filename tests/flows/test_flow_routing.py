@@ -176,7 +176,8 @@ def clusters_and_jobs(draw):
     return topology, kinds
 
 
-@settings(max_examples=number_of(15, 1000), deadline=None)
+@pytest.mark.slow
+@settings(max_examples=number_of(5, 1000), deadline=None)
 @given(clusters_and_jobs(), st.permutations("abcdefg"), st.sampled_from(get_args(RoutePolicy)))
 def test_nothing_depends_on_what_jobs_are_called(cluster, names, policy):
     topology, kinds = cluster

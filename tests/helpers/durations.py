@@ -5,7 +5,7 @@ hand. A case takes at most ``DAY_S`` by day: of a parametrized test those that t
 night. A test marked ``slow`` is a named exception: its first case, or those that the marker names,
 runs by day and takes at most ``SLOW_S``. A test that would leave the day whole says ``nightly``
 itself, so that none leaves it unseen (``test_house.py`` looks). What fixtures prepare for many
-cases is counted by itself, and takes at most ``SLOW_S``, too.
+cases is counted by itself, and takes at most ``SHARED_S``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 FILE = Path(__file__).parents[1] / "durations.json"
 DAY_S = 1.0
 SLOW_S = 5.0
+SHARED_S = 10.0
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # all of a session, whatever it chooses then
 TOLD_S = 0.25  # cheaper cases stand in the file only as a sum
 
@@ -88,6 +89,17 @@ class Meter:
         self._shared_s += took_s
         case = f"fixture {fixturedef.argname}"
         self._add(f"{request.node.nodeid.partition('::')[0] or 'tests'}::{case}", took_s)
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_teardown(self, item, nextitem):
+        # What many cases have shared, such as the process that forked their programs, ends with the
+        # last one of the file.
+        before_s = processor_s()
+        yield
+        if nextitem is None or nextitem.path != item.path:
+            took_s = processor_s() - before_s
+            self._shared_s += took_s
+            self._add(f"{item.nodeid.partition('::')[0]}::fixture at the end", took_s)
 
     def _add(self, case: str, seconds: float) -> None:
         with self._file.open("a") as file:

@@ -203,6 +203,7 @@ def test_gates_of_their_own_are_called(family, name):
     torch.testing.assert_close(module(x, ids, weights), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gates_of_their_own_leave_a_graph_and_come_back():
     module = experts()
     type(module)._apply_gate = lambda _self, rows: rows[..., :10].tanh() + rows[..., 10:]

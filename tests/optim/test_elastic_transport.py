@@ -319,6 +319,7 @@ def test_too_few_workers_are_an_error_that_names_worker_and_round(tmp_path):
         assert "worker 127.0.0.1-" in error["message"]
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_left_behind_and_comes_back(tmp_path):
     """A stopped process beats no heart; the others go on, and it joins again when it wakes."""
     with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:

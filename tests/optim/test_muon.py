@@ -195,6 +195,7 @@ def sharded_run(rank):
     return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sharded_models_train_as_whole_ones():
     def whole(transport):

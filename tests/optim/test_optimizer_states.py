@@ -241,6 +241,7 @@ def test_lossy_codecs_leave_second_moments_usable(codec):
     assert statistics.payload_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sharded_states_go_on_through_a_sharded_checkpoint():
     def build():

@@ -179,6 +179,7 @@ def test_bytes_and_state_of_a_rank_are_one_share():
         assert sent == alone[0][1] // 2
 
 
+@pytest.mark.slow
 def test_blocks_of_rows_smaller_than_a_tensor(monkeypatch):
     whole_at_once = run_processes(6, lambda rank: zero_work(rank, shards=3, rule=CO2(tau=2)))
     monkeypatch.setattr(_shards, "_BUCKET_BYTES", 50)  # two rows of the first weight
@@ -264,6 +265,7 @@ def test_a_mesh_with_the_other_workers_in_it_is_an_error():
     assert run_processes(4, work) == [True] * 4
 
 
+@pytest.mark.slow
 def test_hsdp_inside_one_worker():
     def work(rank):
         names = ("outer", "replicate", "shard")
@@ -330,6 +332,7 @@ def test_copies_inside_a_worker_are_one_worker(weighted):
             torch.testing.assert_close(value, plain[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_copies_inside_a_worker_have_the_same_running_statistics():
     first, *others = run_processes(8, lambda rank: hsdp_life(rank, rule=None, weighted=False))
     for state in others:

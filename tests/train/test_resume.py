@@ -74,6 +74,7 @@ def test_resume_at_any_step_reaches_the_same_state_bit_for_bit(
         assert final_digest(config) == expected, f"resumed at step {step}"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_automatic_tau_goes_on_from_what_it_had_decided(make_config, run_ranks, tmp_path):
     # The first decision comes after two measured rounds of 8: tau leaves its initial value.
@@ -104,6 +105,7 @@ def test_an_automatic_tau_goes_on_from_what_it_had_decided(make_config, run_rank
     assert record["tau_changes"] == len(decided) + len(lines(resumed, "tau"))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ddp_resumes_exactly_on_three_ranks(make_config, run_ranks, final_digest, tmp_path):
     # With three ranks the order of summation depends on the layout of DDP's buckets.

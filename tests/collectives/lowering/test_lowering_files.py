@@ -235,6 +235,7 @@ def test_each_build_has_its_limits(target, chunks, fits):
             to_msccl_xml(program, target=target)
 
 
+@pytest.mark.slow
 def test_elements_of_all_ranks_count_as_the_parser_counts_them():
     """One for the algorithm, one for each rank, and the own rank's blocks and steps."""
     schedule = build_algorithm("direct", all_gather(60))

@@ -119,6 +119,7 @@ def test_trees_do_the_chunks_that_are_asked_for_or_none(collective):
     check(found, network, 1e6)
 
 
+@pytest.mark.slow
 def test_a_sketch_asks_taccl():
     topology = named_topology("ndv2", boxes=2)
     relay = Sketch(name="relay", boxes=2, connections={0: (1,)}, symmetry=((8, 16),))

@@ -160,6 +160,7 @@ def test_a_line_pipelines_chunks():
     assert result.time_s == pytest.approx(4.0)
 
 
+@pytest.mark.slow
 def test_the_optimum_of_the_torus_is_found():
     """Section 1: greedy matching takes 5 link times; 4 are enough."""
     topology = torus((4, 4), bandwidth=1e9, latency=0)
@@ -265,6 +266,7 @@ def test_candidates_are_the_shortest_paths():
     assert candidates(found, detour=4)[0].sum() == 8 - 2  # all but those into the holder
 
 
+@pytest.mark.slow
 def test_own_chunks_leave_first():
     topology, chunk_bytes, _ = profiled("dgx2_1MB", 2, "relay")
     plan = dataclasses.replace(published_sketch("sk1-dgx2-n2"), chunks=1)

@@ -65,6 +65,7 @@ def test_quoted_names_may_hold_delimiters(tmp_path):
     assert names == ["Smith, J", "Doe | K", "Roe, A"]
 
 
+@pytest.mark.slow
 def test_a_line_of_very_many_columns(tmp_path):
     names = [f"column_{i:05d}" for i in range(6000)]
     (tmp_path / "nodes.csv").write_text(

@@ -233,6 +233,7 @@ def test_a_budget_bounds_the_buffers(stores):
         DiskLoader(store, memory_bytes=3 * one, prefetch=5)
 
 
+@pytest.mark.slow
 def test_what_a_plan_does_not_allow_is_refused(stores):
     _, _, store = stores(dim=3, policy="belady")
     with pytest.raises(ConfigurationError, match="planned order"):

@@ -167,6 +167,7 @@ def killed_at_each_stage(folder):
     return codes
 
 
+@pytest.mark.slow
 def test_a_folder_is_packed_once_through_kills_and_strangers_are_refused(tmp_path):
     graph = make_graph()
     folder_of(graph, tmp_path / "g").close()

@@ -41,6 +41,7 @@ def test_nothing_is_written_before_a_wrong_option_is_named(tmp_path, star, optio
     assert not list(tmp_path.rglob("*.fvf*"))
 
 
+@pytest.mark.slow
 def test_what_changes_nothing_is_taken_and_weights_draw(tmp_path, star):
     options = {"num_workers": 0, "replace": False, "pin_memory": False, "directed": True}
     with DiskLoader.from_dataset(

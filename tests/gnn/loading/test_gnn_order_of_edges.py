@@ -57,6 +57,7 @@ def sampled(batch):
     )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(number=st.integers(0, 10_000), rules=RULES)
 def test_of_random_graphs(tmp_path_factory, number, rules):

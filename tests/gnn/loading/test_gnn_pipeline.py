@@ -206,6 +206,7 @@ def test_close_from_another_thread_wakes_the_consumer():
     timer.join()
 
 
+@pytest.mark.slow
 def test_dropping_the_iterator_ends_the_threads():
     before = threading.active_count()
     for leave in (True, False):
@@ -235,6 +236,7 @@ def endless(nap_s=0.0):
 """
 
 
+@pytest.mark.slow
 def test_interrupt_fork_and_leaving_the_interpreter():
     """One process for all three, since it takes seconds to start one."""
     code = (

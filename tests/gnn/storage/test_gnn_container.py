@@ -309,6 +309,7 @@ def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list files")
 def test_forgotten_objects_close_their_files(tmp_path):
     array = np.zeros((100, 3))

@@ -157,6 +157,7 @@ for step in steps:
 """
 
 
+@pytest.mark.slow
 def test_a_limit_on_file_sizes_stops_writing_and_the_rest_is_written_later(tmp_path, run_script):
     result = run_script(WRITE, tmp_path / "a.fvf", "limited", "free")
     assert result.returncode == 0, result.stderr
@@ -167,6 +168,7 @@ def test_a_limit_on_file_sizes_stops_writing_and_the_rest_is_written_later(tmp_p
     assert lines[2:] == ["from 1500", "whole"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_writing_and_the_rest_is_written_later(tmp_path, run_script):
     folder = tmp_path / "small"
     folder.mkdir()

@@ -89,6 +89,7 @@ def test_routes_are_shortest(seed, through_ranks):
         assert (round(latency_s * 1e7), len(route)) == best
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.booleans())
 @settings(max_examples=number_of(5, 1000), deadline=None)
 def test_a_search_from_both_ends_finds_the_same_routes(seed, through_ranks):
