@@ -125,7 +125,12 @@ def compiled(version, part, variant):
     return lines_by_variant(version, *(QUICK if variant in BY_DAY else [part]))[variant]
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module", autouse=True)
+def compiled_by_day():
+    """Compile once, before the first case, what all of the day look at."""
+    lines_by_variant(DAILY, *QUICK)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_is_looked_at_by_day_is_compiled(version):
     assert set(lines_by_variant(version, *QUICK)) == BY_DAY
