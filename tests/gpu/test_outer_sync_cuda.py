@@ -8,11 +8,11 @@ import io
 
 import pytest
 import torch
-from conformance.outer_world import RULES
 
 from fivefold import optim
 from fivefold.optim import OuterSync
 from fivefold.testing import run_processes
+from helpers.outer_world import RULES
 from oracles.outer_updates import reference_run
 
 pytestmark = pytest.mark.distributed

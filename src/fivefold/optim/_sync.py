@@ -197,21 +197,18 @@ class OuterSync:
         )
         self._worker: WorkerGroup | None = None
         self._gradients: GradientHooks | None = None
-        try:
-            require_codec_for(rule, codec, transport)
-            self._set_up(
-                rule,
-                shard_group,
-                codec=codec,
-                average_states=average_states,
-                timeout_s=timeout_s,
-                check_every_rounds=check_every_rounds,
-                outer_device=torch.device("cpu") if outer_device == "cpu" else None,
-                outlier_factor=outlier_factor,
-            )
-        except BaseException:
-            self.close()  # whoever goes on after a refusal keeps no group and no thread
-            raise
+        # What is refused here leaves its group open: a peer may still be connecting to it.
+        require_codec_for(rule, codec, transport)
+        self._set_up(
+            rule,
+            shard_group,
+            codec=codec,
+            average_states=average_states,
+            timeout_s=timeout_s,
+            check_every_rounds=check_every_rounds,
+            outer_device=torch.device("cpu") if outer_device == "cpu" else None,
+            outlier_factor=outlier_factor,
+        )
 
     def _set_up(
         self,
