@@ -89,6 +89,7 @@ def test_elastic_example_ends_with_equal_workers(run):
     assert len(set(checksums.values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_plain_loop_ends_with_equal_replicas(run_ranks):
     checksums = re.findall(r"rank [01]: checksum (\S+),", run_ranks("co2_plain_loop.py"))
