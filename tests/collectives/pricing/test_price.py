@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.collectives.algorithms import available_algorithms
+from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.pricing import (
     Group,
     Tier,
@@ -14,7 +14,7 @@ from fivefold.collectives.pricing import (
     fabric_from_topology,
     price_s,
 )
-from fivefold.collectives.schedules import named_collective
+from fivefold.collectives.schedules import evaluate, named_collective
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Aggregation, Link, Node, SwitchAbility, Topology, switch
 from helpers.night import number_of
@@ -248,3 +248,19 @@ def test_the_closed_form_takes_every_algorithm_that_there_is():
         for algorithm in (name, name.replace("_", "-").upper()):
             found = price_s(switch(4), "all_reduce", size_bytes=1e6, algorithm=algorithm)
             assert found == plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_of_several_chunks_pays_its_latency_once(kind):
+    """On a switch nothing shares a link: the price of one group is the schedule's own time."""
+    network = switch(16, bandwidth=25e9, latency=5e-6)
+    for algorithm in available_algorithms(named_collective(kind, 16)):
+        if algorithm in {"hierarchical", "in_network_tree"}:
+            continue
+        schedule = build_algorithm(algorithm, named_collective(kind, 16), network)
+        own_s = evaluate(schedule, network, size_bytes=65536, model="fluid").total_s
+        found_s = price_s(
+            network, kind, size_bytes=65536, group=Group(size=16), fidelity="simulation",
+            algorithm=algorithm,
+        )  # fmt: skip
+        assert found_s == pytest.approx(own_s, rel=1e-6), algorithm

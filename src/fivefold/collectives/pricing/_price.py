@@ -211,8 +211,12 @@ def _of_all_groups(topology: Topology, kind: str, group: Group, algorithm: str) 
         post_chunks=post[0],
         post_ranks=post[1],
     )
+    messages = None
+    if part.messages is not None:
+        messages = part.num_messages * np.arange(count)[:, None] + part.messages
     return Schedule(
         collective=collective,
+        messages=None if messages is None else messages.reshape(-1),
         chunks=(chunks + part.chunks).reshape(-1),
         sources=members[:, part.sources].reshape(-1),
         targets=members[:, part.targets].reshape(-1),
