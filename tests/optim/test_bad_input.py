@@ -225,6 +225,23 @@ def test_state_of_another_rule_is_refused():
         run_world(2, work)
 
 
+def test_a_state_that_one_rank_cannot_load_is_refused_by_all():
+    """At once: the others do not wait for that rank in a comparison that it never reaches."""
+
+    def work(transport):
+        _, _, sync = make(transport, optim.CO2(tau=2))
+        state = copy.deepcopy(sync.state_dict())
+        if transport.rank == 1:
+            state["settings"]["rule"] = "another"
+        with pytest.raises(ConfigurationError) as refused:
+            sync.load_state_dict(state)
+        return str(refused.value)
+
+    first, second = run_world(2, work)
+    assert first.startswith("rank 1 cannot load: ")
+    assert "resume with the same rule" in second
+
+
 def test_zero_inner_learning_rate_in_lr_units_is_an_error():
     def work(transport):
         model, optimizer, sync = make(transport, optim.SlowMo(tau=1))

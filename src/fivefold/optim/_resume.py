@@ -20,27 +20,51 @@ from fivefold.optim._merge import MERGES, MergeTask, outer_coefficients
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import OuterState
+from fivefold.optim._state import OuterState, changed_settings
 from fivefold.optim._update import PieceStatistics
 from fivefold.optim.transport import Transport
 
 _LOG = logging.getLogger(__name__)
 
 
-def is_anothers(state: Mapping[str, Any], transport: Transport) -> bool:
-    """Return whether any rank loads what another rank, or another world, has saved."""
-    here = transport.rank, transport.world_size
-    mine = here, (state["rank"], state["world_size"])
-    alone = getattr(transport, "may_lose", False)
-    found = [mine] if alone else transport.gather_objects(mine)
-    strangers = sum(now != then for now, then in found)
+def agree_to_load(
+    state: Mapping[str, Any], settings: dict[str, Any], *, place: object, transport: Transport
+) -> tuple[set[str], bool]:
+    """Check a state on all ranks together: what one cannot load is refused by all.
+
+    Returns:
+        The settings that have changed and may, and whether any rank loads what another rank, or
+        another world, has saved.
+    """
+    here, changed, problem = (transport.rank, transport.world_size), set[str](), None
+    try:
+        changed = changed_settings(state, settings)
+        _require_place(state, place)
+    except ConfigurationError as error:
+        problem = error
+    then = None if problem is not None else (state["rank"], state["world_size"])
+    mine = here, then, None if problem is None else (problem.message, problem.hint)
+    found = [mine] if getattr(transport, "may_lose", False) else transport.gather_objects(mine)
+    if problem is not None:
+        raise problem
+    for (rank, _), _, theirs in found:
+        if theirs is not None:
+            raise ConfigurationError(f"rank {rank} cannot load: {theirs[0]}", hint=theirs[1])
+    strangers = sum(now != saved for now, saved, _ in found)
     if strangers and state["world_size"] == here[1]:
         _LOG.warning(
             "%d of %d ranks load another rank's outer state: all go on from the anchor, "
             "without the local steps since the last launch. Save and load sync.state_dict() "
             "on every rank to resume bit for bit", strangers, len(found),
         )  # fmt: skip
-    return bool(strangers)
+    return changed, bool(strangers)
+
+
+def _require_place(state: Mapping[str, Any], place: object) -> None:
+    if state["place"] != place:
+        message = f"this is the state of another place in its worker, {state['place']}"
+        hint = f"load that of place {place}, or use sharded_state_dict()"
+        raise ConfigurationError(message, hint=hint)
 
 
 def restore(

@@ -49,7 +49,7 @@ from fivefold.optim._layout import (
 )
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._optimizer_states import state_fragments
-from fivefold.optim._resume import begin_other_rounds, is_anothers, restore
+from fivefold.optim._resume import agree_to_load, begin_other_rounds, restore
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
@@ -504,12 +504,9 @@ class OuterSync:
         Raises:
             ConfigurationError: The state is of another rule or model.
         """
-        changed = changed_settings(state, self._settings())
-        if state["place"] != self._place:
-            message = f"this is the state of another place in its worker, {state['place']}"
-            hint = f"load that of place {self._place}, or use sharded_state_dict()"
-            raise ConfigurationError(message, hint=hint)
-        stranger = is_anothers(state, self._transport)
+        changed, stranger = agree_to_load(
+            state, self._settings(), place=self._place, transport=self._transport
+        )
         self._look_for_late()  # and follow parameters that the model's loader replaced
         for fragment in self._all_fragments():
             fragment.land()  # nothing may write into what is restored
