@@ -63,6 +63,9 @@ class Reading:
     left_out: list[Note] = field(default_factory=list)
     harmless: list[Note] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._placed = {note.name for note in self._notes()}
+
     def take(self, name: str, why: str = "") -> None:
         """Note a name whose value was read; ``why`` may say what it became."""
         self._add(self.read, Note(name, why))
@@ -80,7 +83,8 @@ class Reading:
         self._add(self.harmless, Note(name, why))
 
     def _add(self, notes: list[Note], note: Note) -> None:
-        assert note.name not in self.names(), f"{self.source}: {note.name} has its place already"
+        assert note.name not in self._placed, f"{self.source}: {note.name} has its place already"
+        self._placed.add(note.name)
         notes.append(note)
 
     def names(self) -> set[str]:

@@ -64,6 +64,30 @@ def test_slurm_says_who_ran_when_on_how_many_gpus(tmp_path):
     assert {"Elapsed", "Start", "Submit"} <= {note.name for note in reading.read}
 
 
+@pytest.mark.parametrize(
+    ("row", "seconds"),
+    [
+        ("7|2024-05-01T10:00:00||05:30|gres/gpu=2,gres/gpumem=640G,gres/gpuutil=90", 330.0),
+        ("7|2024-05-01T10:00:00||1-05|gres/gpu:h100=2,gres/gpumem=640G", 29 * 3600.0),
+        ("7_3|2024-05-01T10:00:00||1-02:03:04|gres/gpu=2", 93784.0),
+        ("7_3.batch|2024-05-01T10:00:00||00:05:30|gres/gpu=2", None),
+        ("7+1.0|2024-05-01T10:00:00||00:05:30|gres/gpu=2", None),
+        ("7|2024-05-01T10:00:00|Unknown|00:05:30|gres/gpu=2", None),
+    ],
+)
+def test_times_steps_and_resources_as_slurm_writes_them(tmp_path, row, seconds):
+    last = "9|2024-05-01T10:00:00|2024-05-01T10:00:10|00:00:10|gres/gpu=1"
+    jobs, _ = read(tmp_path, f"JobID|Start|End|Elapsed|AllocTRES\n{row}\n{last}\n")
+    found = {job.job_id: (job.gpus, job.duration_s) for job in jobs}
+    wanted = {} if seconds is None else {row.partition("|")[0]: (2, seconds)}
+    assert found == wanted | {"9": (1, 10.0)}
+
+
+def test_no_time_of_compute_is_no_job(tmp_path):
+    with pytest.raises(FivefoldError, match="no job that ran"):
+        read(tmp_path, SLURM, TableTold(compute_s=0.0, gradient_bytes=1))
+
+
 def test_jobs_have_ranks_of_their_own_while_they_run(tmp_path):
     path = tmp_path / "sacct.txt"
     path.write_text(SLURM)

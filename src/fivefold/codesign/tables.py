@@ -46,6 +46,7 @@ _SACCT = (
     "sacct --parsable2 --allocations --format=JobID,Submit,Start,End,AllocTRES writes what is "
     "needed"
 )
+_STEP = re.compile(r"\d+(_(\d+|\[.*\]))?(\+\d+)?\..+")  # of a job, an array or a mixed job
 _NO_TIME = {"", "unknown", "none", "n/a", "invalid"}
 
 
@@ -256,7 +257,9 @@ def _job(
     duration_s = _duration_s(cells, start_s, told)
     if duration_s is None or duration_s <= 0:
         return "it has not ended" if duration_s is None else "it ran for no time"
-    compute_s = told.compute_s or _number_s(cells["iteration"], told)
+    compute_s = told.compute_s
+    if compute_s is None:
+        compute_s = _number_s(cells["iteration"], told)
     if compute_s <= 0:
         return "its iterations take no time"
     count = cells.get("iterations", "")
@@ -269,8 +272,7 @@ def _job(
 
 def _why_none(name: str, gpus: int, start_s: float | None) -> str:
     """Return why a row is no job that ran on GPUs; empty where it is one."""
-    whose, dot, _ = name.partition(".")
-    if dot and whose.isdecimal():
+    if _STEP.fullmatch(name):
         return "a step of a job"
     if not name:
         return "no job is named"
@@ -291,7 +293,8 @@ def _gpus(text: str) -> int:
     if "=" not in text:
         return _whole(text or "0")
     parts = [part.partition("=") for part in text.split(",")]
-    found = {name: _whole(number) for name, _, number in parts if name.startswith("gres/gpu")}
+    ours = [part for part in parts if part[0] == "gres/gpu" or part[0].startswith("gres/gpu:")]
+    found = {name: _whole(number) for name, _, number in ours}
     kinds = sum(number for name, number in found.items() if name.startswith("gres/gpu:"))
     return found.get("gres/gpu", kinds)
 
@@ -300,16 +303,28 @@ def _duration_s(cells: Mapping[str, str], start_s: float, told: TableTold) -> fl
     """Return how long a job ran; None where it still runs."""
     if cells.get("end", "") and cells.get("start", ""):
         end_s = _time_s(cells["end"], told)
-        if end_s is not None or "elapsed" not in cells:
-            return None if end_s is None else end_s - start_s
+        return None if end_s is None else end_s - start_s
     text = cells.get("elapsed", "")
     if text.lower() in _NO_TIME:
         return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)(?:\.\d+)?", text)
-    if match:
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    return _number_s(text, told)
+    found = _clock_s(text)
+    return _number_s(text, told) if found is None else found
+
+
+def _clock_s(text: str) -> float | None:
+    """Return a duration as Slurm writes it, [D-[HH:]]MM:SS or D-HH; None where it is none."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(".")[0].split(":")
+    numbers = [*([days] if dash else []), *parts]
+    if not all(re.fullmatch(r"\d+", number) for number in numbers) or len(parts) > 3:
+        return None
+    if not dash and len(parts) == 1:
+        return None
+    if dash:  # hours come first behind the days
+        hours, minutes, seconds = (*map(int, parts), 0, 0)[:3]
+    else:
+        hours, minutes, seconds = (0, *map(int, parts))[-3:]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _time_s(text: str, told: TableTold) -> float | None:

@@ -233,7 +233,9 @@ class _Machine:
         """Name what hangs on a device and is not looked at; keep what is its own."""
         pci, kind = device.element, device.kind
         if kind == "other":
-            self.reading.leave_out(f"pci {_place(pci)}", "neither bridge nor GPU nor adapter")
+            name = f"pci {_place(pci)}"
+            name += f" in line {pci.line}" * (name in self.reading.names())  # of another host
+            self.reading.leave_out(name, "neither bridge nor GPU nor adapter")
         if kind == "nic":
             device.nets = [n for child in pci.children if child.tag == "nic" for n in _nets(child)]
         for child in pci.children:
