@@ -102,6 +102,8 @@ _JSON = _Form(
     "JSON", 256 << 20, DataError, "the file is damaged or of another program: write it again"
 )
 
+_YAML = _Form("YAML", 16 << 20, DataError, "the file is damaged or of another program")
+
 
 def read_toml(path: str | os.PathLike[str], *, what: str = "configuration file") -> dict[str, Any]:
     r"""Read a TOML file.
@@ -302,18 +304,55 @@ def parse_yaml(text: str, *, where: str) -> Any:
 
     Raises:
         UnsupportedError: PyYAML is not installed.
-        DataError: It is no YAML.
+        DataError: It is no YAML, has a key twice, or is beyond a limit.
     """
     try:
         import yaml  # noqa: PLC0415 - only files of other programs are written in it
     except ImportError as error:
         message = f"{where} is YAML, and PyYAML is not installed"
         raise UnsupportedError(message, hint="pip install pyyaml") from error
+    _check_size(len(text), where, _YAML)
     try:
-        return yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check_keys(node, where)
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except RecursionError:
+        raise _too_deep(where, _YAML) from None
     except yaml.YAMLError as error:
         said = " ".join(str(error).split())
         raise DataError(f"{where} is not YAML: {said:.200}", hint="mend that line") from error
+
+
+def _check_keys(root: Any, where: str) -> None:
+    """Refuse a key that a table of YAML's nodes has twice: parsers take the last in silence."""
+    waiting, seen = [root], {id(root)}
+    while waiting:
+        node = waiting.pop()
+        if node.id == "scalar":
+            continue
+        children = node.value
+        if node.id == "mapping":
+            lines: dict[tuple[str, str], int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if key.id != "scalar" or key.tag.endswith(":merge"):
+                    continue
+                if (key.tag, key.value) in lines:
+                    first = lines[key.tag, key.value]
+                    message = f"{where} has the key {key.value[:60]!r} twice, in lines {first}"
+                    raise DataError(f"{message} and {line}", hint="keep one of the two")
+                lines[key.tag, key.value] = line
+            children = [one for pair in node.value for one in pair]
+        for child in children:  # what an alias names is one node
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:

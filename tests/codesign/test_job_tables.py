@@ -1,6 +1,7 @@
 """Job tables of schedulers: what becomes of every row and column, and who runs where and when."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.codesign import load_jobs
+from fivefold.codesign import load_jobs, run_plan
+from fivefold.codesign.baselines import null_plan
 from fivefold.codesign.tables import TableJob, TableTold, place_in_time, read_job_table
 from fivefold.errors import FivefoldError
 from fivefold.network.topology import parse_topology
@@ -51,9 +53,9 @@ def read(tmp_path, text, told=TOLD):
 
 def test_slurm_says_who_ran_when_on_how_many_gpus(tmp_path):
     jobs, reading = read(tmp_path, SLURM)
-    found = [(job.job_id, job.gpus, job.start_s, job.duration_s, job.iterations) for job in jobs]
+    found = [(job.job_id, job.gpus, job.start_s, job.duration_s, job.compute_s) for job in jobs]
     assert found == [
-        ("101", 4, 0.0, 30.0, 60), ("102", 4, 10.0, 86400.0, 172800), ("105", 4, 30.0, 10.0, 20),
+        ("101", 4, 0.0, 30.0, 0.5), ("102", 4, 10.0, 86400.0, 0.5), ("105", 4, 30.0, 10.0, 0.5),
     ]  # fmt: skip
     left = {note.name: note.why for note in reading.left_out}
     assert (
@@ -61,7 +63,8 @@ def test_slurm_says_who_ran_when_on_how_many_gpus(tmp_path):
     )
     assert left["row 4 (job 103)"] == "it has not ended"
     assert left["row 5 (job 104)"] == "it has not started"
-    assert {"Elapsed", "Start", "Submit"} <= {note.name for note in reading.read}
+    assert {"Elapsed", "Start", "Submit", "State"} <= {note.name for note in reading.read}
+    assert "placed anew" in left["NodeList"]
 
 
 @pytest.mark.parametrize(
@@ -100,15 +103,89 @@ def test_jobs_have_ranks_of_their_own_while_they_run(tmp_path):
     assert jobs["101"].gradient_bytes == 10**9
 
 
-def test_phillys_log_has_the_last_attempt(tmp_path):
+def test_phillys_log_has_every_attempt_that_held_gpus(tmp_path):
     jobs, reading = read(tmp_path, json.dumps(PHILLY))
     assert [(job.job_id, job.gpus, job.duration_s) for job in jobs] == [("application_1", 3, 60.0)]
-    assert "row 2 (job application_2)" in {note.name for note in reading.left_out}
+    left = {note.name for note in reading.left_out}
+    assert {"row 1 (job application_1, attempt 1)", "row 3 (job application_2)"} <= left
+    again = json.loads(json.dumps(PHILLY))
+    again[0]["attempts"][0]["detail"] = [{"ip": "m1", "gpus": ["gpu0"]}]
+    jobs, _ = read(tmp_path, json.dumps(again))
+    found = {job.job_id: (job.gpus, job.start_s) for job in jobs}
+    assert found == {"application_1, attempt 1": (1, 0.0), "application_1": (3, 30.0)}
+
+
+def test_parts_of_a_job_of_several_kinds_are_one_job(tmp_path):
+    rows = SLURM.splitlines()
+    mixed = [rows[0], rows[1].replace("101", "9+0"), rows[1].replace("101", "9+1"), rows[6]]
+    jobs, reading = read(tmp_path, "\n".join(mixed))
+    assert [(job.job_id, job.gpus, job.duration_s) for job in jobs] == [
+        ("9", 8, 30.0), ("105", 4, 10.0),
+    ]  # fmt: skip
+    assert {note.name: note.why for note in reading.read}["row 2 (job 9+1)"] == "a part of 9"
+
+
+@pytest.mark.parametrize(
+    ("state", "is_left_out", "is_assumed"),
+    [
+        ("COMPLETED", False, False), ("FAILED", False, True), ("CANCELLED by 1000", False, True),
+        ("OUT_OF_MEMORY", False, True), ("PENDING", True, False), ("BOOT_FAIL", True, False),
+        ("RUNNING", True, False),
+    ],
+)  # fmt: skip
+def test_how_a_job_ended_is_read(tmp_path, state, is_left_out, is_assumed):
+    jobs, reading = read(tmp_path, SLURM.replace("101|a|COMPLETED", f"101|a|{state}"))
+    assert ("101" not in {job.job_id for job in jobs}) == is_left_out
+    word = state.lower().split()[0]
+    assert (f"1 jobs that ended as {word}" in {note.name for note in reading.assumed}) == is_assumed
+
+
+def test_a_job_lasts_as_long_as_in_its_table(tmp_path):
+    """Its communication has its time in the duration, and in what an iteration took."""
+    cluster = parse_topology("switch:8,bandwidth=1GB/s,latency=0s")
+    path = tmp_path / "jobs.csv"
+    for text, told in (
+        (SLURM, TOLD),
+        ("job_id,num_gpu,start_time,duration,iteration_time\na,4,0,3000,30\nb,2,40,100,10\n",
+         TableTold(gradient_bytes=10**9, unit="s")),
+    ):  # fmt: skip
+        path.write_text(text)
+        jobs = load_jobs(path, cluster, told=told)
+        lasted = {row.job_id: row.duration_s for row in read_job_table(path, told)[0]}
+        for job in jobs:
+            few = replace(job, iterations=min(job.iterations, 20), arrival_s=0.0)
+            alone = run_plan(cluster, [few], null_plan(cluster, [few]))
+            took_s = alone.iteration_s[job.job_id] * job.iterations
+            assert took_s == pytest.approx(lasted[job.job_id], rel=0.05)
+
+
+def test_jobs_lie_on_the_fewest_hosts_that_have_room():
+    def job(name, gpus, start_s, duration_s=100.0):
+        return TableJob(job_id=name, gpus=gpus, start_s=start_s, duration_s=duration_s)
+
+    cluster = parse_topology("fat_tree:4,gpus=4")
+    jobs = [
+        job("a", 3, 0.0),
+        job("b", 1, 1.0),
+        job("c", 2, 2.0),
+        job("d", 6, 3.0),
+        job("e", 2, 4.0),
+    ]
+    placed = place_in_time(cluster, jobs)
+    hosts = {
+        name: sorted({cluster.host_of(rank) for rank in ranks})
+        for name, (_, ranks) in placed.items()
+    }
+    assert hosts["b"] == hosts["a"]
+    assert len(hosts["d"]) == 2
+    assert hosts["c"][0] in hosts["d"]  # whose other ranks are free
+    assert len(hosts["e"]) == 1
+    assert len({rank for _, ranks in placed.values() for rank in ranks}) == 14
 
 
 def test_without_starts_jobs_wait_first_in_first_out(tmp_path):
     jobs, reading = read(tmp_path, MURI, TableTold(gradient_bytes=1, unit="ms"))
-    assert [(job.iterations, job.compute_s) for job in jobs] == [(100, 0.5), (10, 0.2), (10, 0.2)]
+    assert [(job.iterations, job.iteration_s) for job in jobs] == [(100, 0.5), (10, 0.2), (10, 0.2)]
     assert "queue" in {note.name for note in reading.assumed}
     placed = place_in_time(parse_topology("fat_tree:2,gpus=8"), jobs, queued=True)
     assert [placed[str(n)][0] for n in range(3)] == [0.0, 1.0, 50.0]
@@ -157,6 +234,8 @@ def test_simulate_reads_a_table(tmp_path):
     told = ["--compute", "0.5 s", "--gradients", "1 MB", "--json"]
     found = json.loads(CliRunner().invoke(app, [*words, *told]).stdout)
     assert "101" in json.dumps(found)
+    account = found["readings"][0]
+    assert {"iterations", "placement"} <= {note["name"] for note in account["assumed"]}
     refused = CliRunner().invoke(app, words)
     assert "--gradients" in str(refused.exception)
 
@@ -188,3 +267,20 @@ def test_every_row_and_column_has_one_place(tmp_path_factory, seed):
         named = [name for one in lists for name in one if name.split(" (")[0] == f"row {number}"]
         assert len(named) == 1
     assert len(jobs) == sum(note.name.startswith("row ") for note in reading.read)
+
+
+def test_every_command_says_what_it_took_a_machine_of_others_for(tmp_path):
+    path = tmp_path / "matrix.txt"
+    path.write_text("\tGPU0\tGPU1\nGPU0\t X \tNV12\nGPU1\tNV12\t X \n")
+    jobs = tmp_path / "jobs.toml"
+    jobs.write_text('[[jobs]]\nid="a"\ngpus=2\ncompute="0.3 s"\ngradients="1 GB"\niterations=2')
+    for words, found_in in (
+        (["collectives", "bench", "all_gather", str(path), "--sizes", "1MB"], lambda o: o[0]["reading"]),
+        (["collectives", "synthesize", "all_gather", str(path)], lambda o: o["reading"]),
+        (["simulate", str(jobs), "--cluster", str(path), "--budget", "1"], lambda o: o["readings"][0]),
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, [*words, "--json"])
+        account = found_in(json.loads(done.stdout))
+        assert "nvlink" in {note["name"] for note in account["assumed"] if note.get("decisive")}
+        assert "not known from" in done.stderr
+        assert "nvlink = 200 Gbit/s" in done.stderr

@@ -21,14 +21,15 @@ from fivefold.cli._later import later
 from fivefold.cli._options import (
     ArgumentError,
     ClusterOption,
-    JobsArgument,
     JsonOption,
     PageOption,
     PathSeedOption,
     bytes_of,
     numbers_of,
     output_option,
+    read_topology_of,
     require_writable,
+    say_readings,
     seconds_of,
     topology_of,
     write_json,
@@ -57,7 +58,8 @@ with later():
     )
     from fivefold.codesign.exports import timeline_of
     from fivefold.codesign.plans import decisions_to_json
-    from fivefold.codesign.tables import TableTold, is_job_table
+    from fivefold.codesign.tables import TableTold
+    from fivefold.codesign.workloads import load_jobs_with_reading
     from fivefold.network.topology import Topology
     from fivefold.report import print_page, write_html
     from fivefold.report.format import typed_command
@@ -66,6 +68,7 @@ with later():
 
 
 _DASK_PATIENCE_S = 10
+_OVERLAP = 2  # iterations by which a job may end later than in its table: they are whole there
 CoDesignsOption = Annotated[
     str,
     typer.Option(
@@ -89,7 +92,16 @@ BudgetOption = Annotated[int, typer.Option(min=1, help="Most simulations while p
 
 
 def simulate_command(  # noqa: PLR0913 - each option is a parameter
-    jobs: JobsArgument,
+    jobs: Annotated[
+        Path,
+        typer.Argument(
+            metavar="JOBS",
+            help="TOML file with \\[\\[jobs]]; or a scheduler's table of jobs that ran (sacct "
+            "--parsable2, CSV, Philly's JSON), with --compute and --gradients.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
     *,
     cluster: ClusterOption,
     co_designs: CoDesignsOption = "all",
@@ -128,14 +140,16 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
         $ fivefold simulate jobs.toml --cluster fat_tree:4,gpus=2
     """
     require_writable(output, chakra, report)
-    topology = topology_of(cluster)
+    topology, cluster_reading = read_topology_of(cluster)
     told = TableTold(
         compute_s=None if compute is None else seconds_of(compute),
         gradient_bytes=None if gradients is None else bytes_of(gradients), unit=time_unit,
     )  # fmt: skip
     with ProgressBar() as show:
-        specs = load_jobs(jobs, topology, progress=show, told=told)
-    if not is_job_table(jobs):  # whose jobs have the same ranks one after the other
+        specs, jobs_reading = load_jobs_with_reading(jobs, topology, progress=show, told=told)
+    readings = [one for one in (cluster_reading, jobs_reading) if one is not None]
+    say_readings(*readings)
+    if jobs_reading is None:  # jobs of a table have the same ranks one after the other
         say_shared_ranks(specs)
     with ProgressBar() as show:
         found = plan_cluster(
@@ -147,6 +161,8 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
             options=PlanningOptions(guard=guard, budget=budget),
             progress=show,
         )
+    if jobs_reading is not None:
+        say_overlaps(specs, found)
     if output is not None:
         write_text(output / "plan.json", found.plan.to_json() + "\n")
         write_text(output / "decisions.jsonl", decisions_to_json(found.decisions))
@@ -157,7 +173,8 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     if report is not None:
         write_page(plan_page(topology, specs, found), report)
     if as_json:
-        write_json(_record(specs, found))
+        account = {"readings": [one.to_json() for one in readings]} if readings else {}
+        write_json(_record(specs, found) | account)
         return
     print_page(plan_page(topology, specs, found, pictures=False))
     if output is not None:
@@ -327,6 +344,23 @@ def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
                     "the network is shared in the plan, their compute runs side by side",
                     err=True,
                 )
+
+
+def say_overlaps(jobs: Sequence[JobSpec], found: CoDesignResult) -> None:
+    """Tell how many jobs of a table still run when others get their ranks."""
+    free_s: dict[int, float] = {}
+    late = 0
+    for job in sorted(jobs, key=lambda one: one.arrival_s):
+        busy_s = max((free_s.get(rank, 0.0) for rank in job.ranks), default=0.0)
+        late += busy_s > job.arrival_s + _OVERLAP * found.baseline_outcome.iteration_s[job.job_id]
+        end_s = job.arrival_s + found.baseline_outcome.completion_s[job.job_id]
+        free_s |= {rank: max(end_s, free_s.get(rank, 0.0)) for rank in job.ranks}
+    if late:
+        typer.echo(
+            f"note: {late} of {len(jobs)} jobs start before those end that had their ranks in the "
+            "table: the cluster is slower than the table's, and only the network is shared",
+            err=True,
+        )
 
 
 def flags_of(text: str) -> CoDesigns:

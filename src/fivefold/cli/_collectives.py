@@ -23,7 +23,9 @@ from fivefold.cli._options import (
     bytes_of,
     command_group,
     output_option,
+    read_topology_of,
     require_writable,
+    say_readings,
     seconds_of,
     show,
     topology_of,
@@ -117,10 +119,14 @@ def bench_algorithms(  # noqa: PLR0913 - one parameter per option of the command
             )
         rows = _measured(collective, wanted, repetitions)
     else:
-        network = topology_of(topology, bandwidth=bandwidth, latency=latency)
+        network, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
+        if reading is not None:
+            say_readings(reading)
         with typed_arguments():
             library = software_of(network, software)
         rows = _priced(collective, network, wanted, library)
+        if as_json and reading is not None:
+            rows = [row | {"reading": reading.to_json()} for row in rows]
     if as_json and rows:
         write_json(rows)
     elif rows:
@@ -356,7 +362,9 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
 
     Prints its time, the lower bound and the gap between the two.
     """
-    network = topology_of(topology, bandwidth=bandwidth, latency=latency)
+    network, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
+    if reading is not None:
+        say_readings(reading)
     cut = {} if chunks is None else {"chunks": chunks}
     # At once: kernels compile after.
     wanted = named_collective(collective, network.num_ranks, root=root, **cut)
@@ -409,6 +417,8 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         )  # fmt: skip
         write_html(collective_page(found, network, asked), report)
         facts["report"] = str(report)
+    if as_json and reading is not None:
+        facts["reading"] = reading.to_json()
     show_facts(facts, as_json=as_json)
 
 

@@ -85,8 +85,16 @@ def topology_of(text: str, *, bandwidth: str | None = None, latency: str | None 
     """Return the topology of a name or a file: of links, or of a cluster as a planner takes it."""
     found, reading = read_topology_of(text, bandwidth=bandwidth, latency=latency)
     if reading is not None:
-        reading.log()
+        say_readings(reading)
     return found
+
+
+def say_readings(*readings: Reading) -> None:
+    """Log accounts of what others wrote, and say what in them could turn an answer over."""
+    for reading in readings:
+        reading.log()
+        for note in reading.decisive():
+            typer.echo(f"note: not known from {reading.source}: {note}", err=True)
 
 
 def read_topology_of(

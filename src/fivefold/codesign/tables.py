@@ -1,7 +1,8 @@
 """Job tables of schedulers: Slurm's (``sacct --parsable2``), Philly's, and CSV like theirs.
 
 Such a table says when jobs came, how many GPUs they had and how long they ran, and not what an
-iteration computes and sends: that is told. Jobs that ran get ranks for the time in which they ran.
+iteration computes and sends: that is told. Jobs that ran get ranks for the time in which they ran,
+and as many iterations as fit into it, each with its communication.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,24 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "elapsed": ("elapsed", "elapsedraw", "runtime", "duration"),
     "iterations": ("iterations", "numiterations"),
     "iteration": ("iterationtime",),
+    "state": ("state", "status", "jobstate"),
 }
 _HARMLESS = {
     **dict.fromkeys(("user", "account", "uid", "group", "vc"), "whose job it is"),
     **dict.fromkeys(("jobname", "name", "modelname"), "what people call it"),
-    **dict.fromkeys(("exitcode", "derivedexitcode", "comment"), "how it ended"),
+    **dict.fromkeys(("exitcode", "derivedexitcode", "comment"), "the state says how it ended"),
     **dict.fromkeys(("partition", "qos", "priority"), "how it was queued: it ran when it ran"),
 }
 _SACCT = (
     "sacct --parsable2 --allocations --format=JobID,Submit,Start,End,AllocTRES writes what is "
     "needed"
 )
+_NODES = ("nodelist", "nodes", "nnodes", "allocnodes", "hostname", "machineid")
+_COMPONENT = re.compile(r"(\d+)\+\d+")  # of a job with parts of several kinds (hetjob)
+# Slurm's and Philly's: in which a job has not run, runs, or ran as it was meant to.
+_NEVER = {"pending", "pd", "boot_fail", "bf", "revoked", "rv"}
+_STILL = {"running", "r", "suspended", "s", "completing", "cg", "configuring", "cf"}
+_WELL = {"", "completed", "cd", "pass"}
 _STEP = re.compile(r"\d+(_(\d+|\[.*\]))?(\+\d+)?\..+")  # of a job, an array or a mixed job
 _NO_TIME = {"", "unknown", "none", "n/a", "invalid"}
 
@@ -67,14 +75,15 @@ class TableTold:
 
 @dataclass(frozen=True, kw_only=True)
 class TableJob:
-    """A job of a table that ran."""
+    """A job of a table that ran; None for what neither the table nor its reader was told."""
 
     job_id: str
     gpus: int
     start_s: float
     duration_s: float
-    compute_s: float
-    iterations: int
+    compute_s: float | None = None
+    iteration_s: float | None = None
+    iterations: int | None = None
 
 
 def is_job_table(path: Path) -> bool:
@@ -109,8 +118,31 @@ def read_job_table(path: Path, told: TableTold) -> tuple[list[TableJob], Reading
     rows, columns = _rows(path)
     chosen = _chosen(columns, reading)
     _require(chosen, told, path)
-    jobs: list[TableJob] = []
+    jobs = _jobs(path, rows, chosen, told, reading)
+    if not jobs:
+        raise DataError(f"{path} has no job that ran on GPUs{_whys(reading)}", hint=_SACCT)
+    if told.compute_s is not None:
+        reading.take("--compute", f"{told.compute_s:g} s an iteration, as told")
+    reading.take("--gradients", f"{told.gradient_bytes} bytes an iteration, as told")
+    if "iterations" not in chosen:
+        why = "the table does not count them; an iteration computes, and waits for what it sends"
+        reading.assume("iterations", "duration / time of an iteration alone", why)
+    if "start" not in chosen:
+        why = "the table says when jobs came and not when they started"
+        reading.assume("queue", "first in, first out", why)
+    first_s = min(job.start_s for job in jobs.values())
+    found_jobs = sorted(jobs.values(), key=lambda job: (job.start_s, job.job_id))
+    return [replace(job, start_s=job.start_s - first_s) for job in found_jobs], reading
+
+
+def _jobs(
+    path: Path, rows: Sequence[Mapping[str, str]], chosen: Mapping[str, str], told: TableTold,
+    reading: Reading,
+) -> dict[str, TableJob]:  # fmt: skip
+    """Return the jobs of the rows by name, the parts of one together; each row has its place."""
+    jobs: dict[str, TableJob] = {}
     seen: set[str] = set()
+    states: Counter[str] = Counter()
     for number, row in enumerate(rows, start=1):
         name = row.get(chosen["id"], "").strip()
         label = f"row {number}" + (f" (job {name})" if name else "")
@@ -125,23 +157,17 @@ def read_job_table(path: Path, told: TableTold) -> tuple[list[TableJob], Reading
             message = f"{path}, {label}: the job stands there twice"
             raise DataError(message, hint="keep one of its rows, such as its last run")
         seen.add(name)
-        reading.take(label)
-        jobs.append(found)
-    if not jobs:
-        raise DataError(f"{path} has no job that ran on GPUs{_whys(reading)}", hint=_SACCT)
-    if told.compute_s is not None:
-        reading.take("--compute", f"{told.compute_s:g} s an iteration, as told")
-    reading.take("--gradients", f"{told.gradient_bytes} bytes an iteration, as told")
-    if "iterations" not in chosen:
-        reading.assume(
-            "iterations", "duration / time of an iteration", "the table does not count them"
-        )
-    if "start" not in chosen:
-        why = "the table says when jobs came and not when they started"
-        reading.assume("queue", "first in, first out", why)
-    first_s = min(job.start_s for job in jobs)
-    jobs.sort(key=lambda job: (job.start_s, job.job_id))
-    return [_later(job, -first_s) for job in jobs], reading
+        states[_state(row, chosen)] += 1
+        component = _COMPONENT.fullmatch(name)
+        if component is not None:
+            found = _together(jobs.get(component[1]), replace(found, job_id=component[1]))
+        reading.take(label, f"a part of {found.job_id}" if component else "")
+        jobs[found.job_id] = found
+    for state, count in sorted(states.items()):
+        if state not in _WELL:
+            why = "they held their GPUs until they ended; what they sent is not said"
+            reading.assume(f"{count} jobs that ended as {state}", "trained all the time", why)
+    return jobs
 
 
 def _whys(reading: Reading) -> str:
@@ -150,8 +176,19 @@ def _whys(reading: Reading) -> str:
     return "".join(f"; {why} ({number} rows)" for why, number in counts.most_common(3))
 
 
-def _later(job: TableJob, by_s: float) -> TableJob:
-    return TableJob(**{**job.__dict__, "start_s": job.start_s + by_s})
+def _together(one: TableJob | None, other: TableJob) -> TableJob:
+    """Return the parts of a job, which Slurm writes in a row each, as one job."""
+    if one is None:
+        return other
+    start_s = min(one.start_s, other.start_s)
+    end_s = max(part.start_s + part.duration_s for part in (one, other))
+    return replace(one, gpus=one.gpus + other.gpus, start_s=start_s, duration_s=end_s - start_s)
+
+
+def _state(row: Mapping[str, str], chosen: Mapping[str, str]) -> str:
+    """Return how a job ended, as one word: CANCELLED by 1000 is cancelled."""
+    text = row[chosen["state"]].strip() if "state" in chosen else ""
+    return re.split(r"[^a-z_]", text.lower())[0]
 
 
 def _plain(name: str) -> str:
@@ -184,7 +221,7 @@ def _rows(path: Path) -> tuple[list[dict[str, str]], list[str]]:
 
 
 def _philly(found: Any, path: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """Return the jobs of Philly's ``cluster_job_log``: its last attempt is what counts."""
+    """Return the runs of Philly's ``cluster_job_log``: each attempt of a job held GPUs."""
     jobs = found if isinstance(found, list) else [found]
     rows, columns = [], ["jobid", "gpus", "submitted_time", "start_time", "end_time"]
     for number, job in enumerate(jobs, start=1):
@@ -192,17 +229,20 @@ def _philly(found: Any, path: Path) -> tuple[list[dict[str, str]], list[str]]:
         if not isinstance(attempts, list) or "jobid" not in job:
             message = f"{path}, row {number} is no job of Philly's log"
             raise DataError(message, hint="a job has jobid and attempts")
-        last = attempts[-1] if attempts else {}
-        detail = last.get("detail", []) if isinstance(last, dict) else []
-        gpus = sum(len(place.get("gpus", ())) for place in detail if isinstance(place, dict))
-        row = {"jobid": str(job["jobid"]), "gpus": str(gpus)}
-        row |= {"submitted_time": str(job.get("submitted_time", ""))}
-        row |= {key: str(last.get(key, "")) for key in ("start_time", "end_time")}
-        for key in job:
-            if key not in {"attempts", *row}:
-                row[key] = ""
-                columns += [key] * (key not in columns)
-        rows.append(row)
+        own = {key: value for key, value in job.items() if key not in {"attempts", *columns[:5]}}
+        columns += [key for key in own if key not in columns]
+        runs = [one if isinstance(one, dict) else {} for one in attempts or [{}]]
+        for place, attempt in enumerate(runs, start=1):
+            detail = [one for one in attempt.get("detail") or () if isinstance(one, dict)]
+            is_last = place >= len(attempts)
+            name = str(job["jobid"]) + ("" if is_last else f", attempt {place}")
+            row = {key: value if isinstance(value, str) else "" for key, value in own.items()}
+            if not is_last:  # the state is that of the last
+                row |= {key: "" for key in own if _plain(key) in _COLUMNS["state"]}
+            row |= {"jobid": name, "gpus": str(sum(len(one.get("gpus", ())) for one in detail))}
+            row |= {"submitted_time": str(job.get("submitted_time", ""))}
+            row |= {key: str(attempt.get(key, "")) for key in ("start_time", "end_time")}
+            rows.append(row)
     return [dict.fromkeys(columns, "") | row for row in rows], columns
 
 
@@ -221,6 +261,8 @@ def _chosen(columns: Sequence[str], reading: Reading) -> dict[str, str]:
             continue
         if _plain(column) in _HARMLESS:
             reading.ignore(column, _HARMLESS[_plain(column)])
+        elif _plain(column) in _NODES:
+            reading.leave_out(column, "nodes of the cluster that it is of: jobs are placed anew")
         else:
             reading.leave_out(column, "not looked at")
     return chosen
@@ -252,25 +294,24 @@ def _job(
     cells = {meaning: row[column].strip() for meaning, column in chosen.items()}
     gpus = _gpus(cells["gpus"])
     start_s = _time_s(cells.get("start", cells.get("submit", "")), told)
-    if (why := _why_none(name, gpus, start_s)) or start_s is None:
+    if (why := _why_none(name, gpus, start_s, _state(row, chosen))) or start_s is None:
         return why
     duration_s = _duration_s(cells, start_s, told)
     if duration_s is None or duration_s <= 0:
         return "it has not ended" if duration_s is None else "it ran for no time"
-    compute_s = told.compute_s
-    if compute_s is None:
-        compute_s = _number_s(cells["iteration"], told)
-    if compute_s <= 0:
+    iteration_s = None
+    if told.compute_s is None:
+        iteration_s = _number_s(cells["iteration"], told)
+    if (told.compute_s if iteration_s is None else iteration_s) == 0:
         return "its iterations take no time"
     count = cells.get("iterations", "")
-    iterations = _whole(count) if count else max(round(duration_s / compute_s), 1)
     return TableJob(
-        job_id=name, gpus=gpus, start_s=start_s, duration_s=duration_s, compute_s=compute_s,
-        iterations=max(iterations, 1),
+        job_id=name, gpus=gpus, start_s=start_s, duration_s=duration_s, compute_s=told.compute_s,
+        iteration_s=iteration_s, iterations=max(_whole(count), 1) if count else None,
     )  # fmt: skip
 
 
-def _why_none(name: str, gpus: int, start_s: float | None) -> str:
+def _why_none(name: str, gpus: int, start_s: float | None, state: str) -> str:
     """Return why a row is no job that ran on GPUs; empty where it is one."""
     if _STEP.fullmatch(name):
         return "a step of a job"
@@ -278,7 +319,9 @@ def _why_none(name: str, gpus: int, start_s: float | None) -> str:
         return "no job is named"
     if gpus == 0:
         return "it has no GPU"
-    return "it has not started" if start_s is None else ""
+    if start_s is None or state in _NEVER:
+        return "it has not started" if state not in _NEVER - {"pending", "pd"} else "it did not run"
+    return "it has not ended" if state in _STILL else ""
 
 
 def _whole(text: str) -> int:
@@ -358,7 +401,7 @@ def _number_s(text: str, told: TableTold) -> float:
 def place_in_time(
     topology: Topology, jobs: Sequence[TableJob], *, queued: bool = False
 ) -> dict[str, tuple[float, tuple[int, ...]]]:
-    """Return start and ranks of each job, its own while it runs, whole hosts first.
+    """Return start and ranks of each job, its own while it runs, on as few hosts as can be.
 
     Args:
         topology: The cluster.
@@ -384,7 +427,7 @@ def place_in_time(
             now_s = max(now_s, end_s)
             for rank in ended:
                 free[where[rank]].add(rank)
-        ranks = _take(free, hosts, job.gpus)
+        ranks = _take(free, job.gpus)
         if len(ranks) < job.gpus:
             raise InfeasibleError(
                 f"job {job.job_id!r} needs {job.gpus} ranks when it starts, and {len(ranks)} of "
@@ -396,11 +439,13 @@ def place_in_time(
     return placed
 
 
-def _take(free: Sequence[set[int]], hosts: Sequence[Sequence[int]], number: int) -> list[int]:
-    """Take free ranks, those of hosts that are wholly free first."""
+def _take(free: Sequence[set[int]], number: int) -> list[int]:
+    """Take free ranks on the fewest hosts, and where the fewest would be left over."""
     ranks: list[int] = []
-    for at in sorted(range(len(free)), key=lambda at: (len(free[at]) < len(hosts[at]), at)):
-        taken = sorted(free[at])[: number - len(ranks)]
+    while (left := number - len(ranks)) and any(free):
+        room = [(len(own), at) for at, own in enumerate(free) if len(own) >= left]
+        at = min(room)[1] if room else max(range(len(free)), key=lambda at: (len(free[at]), -at))
+        taken = sorted(free[at])[:left]
         free[at].difference_update(taken)
         ranks += taken
     return ranks

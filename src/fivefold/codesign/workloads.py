@@ -17,13 +17,22 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from fivefold.codesign.arbiter import Progress
+from fivefold.codesign.baselines import null_plan
 from fivefold.codesign.jobs import JobSpec, Split, check_jobs, check_ranks, mesh_ranks
 from fivefold.codesign.plans import JobPlan
-from fivefold.codesign.tables import TableTold, is_job_table, place_in_time, read_job_table
+from fivefold.codesign.simulate import alone_quote, schedule_iteration
+from fivefold.codesign.tables import (
+    TableJob,
+    TableTold,
+    is_job_table,
+    place_in_time,
+    read_job_table,
+)
 from fivefold.collectives.pricing import FabricSpec, collective_time_s, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.files import read_toml
 from fivefold.network.topology import Topology
+from fivefold.reading import Reading
 from fivefold.runs import Section, check_tables
 from fivefold.runs.config import Bytes, Count, Positive, Rate, Seed, Text
 from fivefold.strategy import (
@@ -48,6 +57,7 @@ _LOOKED_AT = 200  # fastest plans, of which many differ in switches only
 _NOMINAL, _INFORMED = 4, 4
 _MOST_LOOKS, _ALIKE = 8, 1e-6
 _LEAST_S = 1e-12
+_LEAST_SHARE = 1e-9  # of an iteration that computes, where all of it is communication
 
 
 def job_from_plan(
@@ -305,6 +315,20 @@ def load_jobs(
         >>> load_jobs(file, switch(4))[0].ranks
         (0, 1)
     """
+    jobs, reading = load_jobs_with_reading(path, topology, progress=progress, told=told)
+    if reading is not None:
+        reading.log()
+    return jobs
+
+
+def load_jobs_with_reading(
+    path: Path | str,
+    topology: Topology,
+    *,
+    progress: Progress | None = None,
+    told: TableTold | None = None,
+) -> tuple[list[JobSpec], Reading | None]:
+    """Return what ``load_jobs`` does, and the account of a scheduler's table; None of others."""
     if is_job_table(Path(path)):
         return _of_table(Path(path), topology, told or TableTold())
     if told not in (None, TableTold()):
@@ -339,24 +363,64 @@ def load_jobs(
         layers = _even(job.compute, job.gradients, number=job.layers, all_to_all=job.all_to_all)
         jobs.append(JobSpec(job_id=job.id, ranks=tuple(ranks), layers=layers, **when))
     check_jobs(topology, jobs)
-    return jobs
+    return jobs, None
 
 
-def _of_table(path: Path, topology: Topology, told: TableTold) -> list[JobSpec]:
+def _of_table(
+    path: Path, topology: Topology, told: TableTold
+) -> tuple[list[JobSpec], Reading | None]:
     rows, reading = read_job_table(path, told)
-    reading.log()
     queued = any(note.name == "queue" for note in reading.assumed)
     placed = place_in_time(topology, rows, queued=queued)
-    gradients = told.gradient_bytes or 0
-    jobs = [
-        JobSpec(
-            job_id=row.job_id, ranks=placed[row.job_id][1], iterations=row.iterations,
-            layers=_even(row.compute_s, gradients), arrival_s=placed[row.job_id][0],
-        )
-        for row in rows
-    ]  # fmt: skip
+    why = "whose hosts the table names is another cluster: as few hosts as can be, tightly"
+    reading.assume("placement", "packed", why)
+    jobs = []
+    for row in rows:
+        start_s, ranks = placed[row.job_id]
+        compute_s, iteration_s = _as_measured(topology, row, ranks, told.gradient_bytes or 0)
+        jobs.append(
+            JobSpec(
+                job_id=row.job_id, ranks=ranks, arrival_s=start_s,
+                layers=_even(compute_s, told.gradient_bytes or 0),
+                iterations=row.iterations or max(round(row.duration_s / iteration_s), 1),
+            )
+        )  # fmt: skip
+        if row.iteration_s is not None and iteration_s > row.iteration_s * (1 + _ALIKE):
+            why = f"to send what was told takes {iteration_s:.3g} s of {row.iteration_s:.3g} s"
+            reading.assume(f"compute of job {row.job_id}", "0 s", why, decisive=True)
     check_jobs(topology, jobs)
-    return jobs
+    return jobs, reading
+
+
+def _as_measured(
+    topology: Topology, row: TableJob, ranks: tuple[int, ...], gradient_bytes: int
+) -> tuple[float, float]:
+    """Return an iteration's compute, and the time that it takes alone today, both in seconds.
+
+    What a table measured has communication in it, so compute is what that leaves.
+    """
+
+    def job_of(compute_s: float) -> JobSpec:
+        return JobSpec(job_id="one", ranks=ranks, layers=_even(compute_s, gradient_bytes))
+
+    most_s = row.iteration_s if row.compute_s is None else row.compute_s
+    assert most_s is not None, "the reader asks for one of them"
+    plan = null_plan(topology, [job_of(most_s)]).jobs["one"]
+    quote = alone_quote(topology, job_of(most_s), plan)
+
+    def alone_s(compute_s: float) -> float:
+        return schedule_iteration(job_of(compute_s), plan, quote).end_s
+
+    if row.compute_s is not None:
+        return row.compute_s, alone_s(row.compute_s)
+    least_s = most_s * _LEAST_SHARE
+    if alone_s(least_s) >= most_s:
+        return least_s, alone_s(least_s)
+    low_s, high_s = least_s, most_s
+    while high_s - low_s > _ALIKE * most_s:
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (low_s, middle_s) if alone_s(middle_s) > most_s else (middle_s, high_s)
+    return low_s, alone_s(low_s)
 
 
 def place_jobs(

@@ -24,6 +24,26 @@ def test_nccl_needs_what_its_own_tuner_says():
     assert both == pytest.approx((6.6 + 14 * 0.6 + 2.7) * US, rel=0.1)
 
 
+def test_only_nvlinks_lose_what_nccl_takes_off_them():
+    """NCCL's topo.h: 20 of 25 GB/s of an NVLink; net->bw is what the adapter says."""
+    nccl, size_bytes = SOFTWARE["nccl"], 4e9
+    flat = switch(8, bandwidth="25 GB/s", latency="0 s")
+    # A tree of eight: half the data down and up each way, of 0.92 of the rate; a ring is faster.
+    found_s = nccl.default_s(flat, "all_gather", size_bytes=size_bytes)
+    assert found_s == pytest.approx(7 / 8 * size_bytes / 25e9, rel=2e-3)
+    seen = nccl.protocols[-1].on(named_topology("dgx_h100", boxes=2))
+    rates = {
+        (link.source, link.target): link.capacity_bytes_per_s
+        for link in named_topology("dgx_h100", boxes=2).links
+    }
+    for link in seen.links:
+        ratio = link.capacity_bytes_per_s / rates[link.source, link.target]
+        inside = {"nvswitch"} & {
+            seen.nodes[seen.index(end)].kind for end in (link.source, link.target)
+        }
+        assert ratio == pytest.approx(0.8 if inside else 1.0)
+
+
 def test_a_step_across_hosts_costs_the_networks_latency():
     box, protocol = named_topology("dgx_h100", boxes=2), SOFTWARE["nccl"].protocols[0]
     seen = protocol.on(box)

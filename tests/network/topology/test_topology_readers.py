@@ -103,10 +103,8 @@ def test_a_dump_of_nccl_becomes_its_links(tmp_path):
     assert rate(found, "gpu1", "pci 0000:10:00.0") == pytest.approx(31.5e9, rel=1e-3)
     assert rate(found, "gpu0", "numa1") == pytest.approx(7.88e9, rel=1e-3)  # rank 0 is dev 1
     assert rate(found, "numa0", "numa1") == 16e9  # AMD_BW of NCCL's topo.h
-    assert assumed(reading) == {
-        "NVLink of sm 80": "200 Gbit/s",
-        "link between sockets (AMD)": "128 Gbit/s",
-    }
+    assert assumed(reading) == {"link between sockets (AMD)": "128 Gbit/s"}
+    assert "NVLink of sm 80" in {note.name for note in reading.read}
     left = {note.name for note in reading.left_out}
     assert left == {"gpu@gdr", "net@gdr"}
 
@@ -178,6 +176,51 @@ def test_eight_gpus_with_all_links_to_each_sit_on_a_switch(tmp_path):
     plane = next(node.name for node in found.nodes if node.kind == "nvswitch")
     assert rate(found, "gpu5", plane) == rate(named_topology("dgx_h100"), "gpu5", "nvswitch0")
     assert "nvswitch" not in {note.name for note in reading.decisive()}
+
+
+def nvswitch_box(*, odd):
+    """Eight H100 on NVSwitches, of which one has lost a link."""
+
+    def cell(one, other):
+        return "X" if one == other else "NV17" if odd in (one, other) else "NV18"
+
+    rows = ["\t" + "\t".join(f"GPU{n}" for n in range(8))]
+    return "\n".join(
+        rows + [f"GPU{n}\t" + "\t".join(cell(n, m) for m in range(8)) for n in range(8)]
+    )
+
+
+@pytest.mark.parametrize("odd", [0, 5])
+def test_a_box_that_has_lost_a_link_stays_on_its_switch(tmp_path, odd):
+    found, reading = read(tmp_path, nvswitch_box(odd=odd))
+    plane = next(node.name for node in found.nodes if node.kind == "nvswitch")
+    assert [rate(found, f"gpu{n}", plane) / 25e9 for n in range(8)] == [
+        17 if n == odd else 18 for n in range(8)
+    ]
+    assert rate(found, "gpu1", "gpu2") == 0
+    assert "nvswitch" not in {note.name for note in reading.decisive()}
+
+
+def test_what_is_told_of_switches_holds_whatever_the_cells_say(tmp_path):
+    pair = "\tGPU0\tGPU1\nGPU0\t X \tNV12\nGPU1\tNV12\t X \n"
+    odd = SMI.replace("GPU2\tNV4\tNV4\t X \tNV4", "GPU2\tNV4\tNV4\t X \tNV3").replace(
+        "GPU3\tNV4\tNV4\tNV4", "GPU3\tNV4\tNV4\tNV3"
+    )
+    for text in (pair, odd):
+        switched, _ = read(tmp_path, text, ",nvswitch=yes")
+        assert sum(node.kind == "nvswitch" for node in switched.nodes) == 1
+        direct, _ = read(tmp_path, text, ",nvswitch=no")
+        assert rate(direct, "gpu0", "gpu1") > 0
+        assert not any(node.kind == "nvswitch" for node in direct.nodes)
+
+
+@pytest.mark.parametrize(("model", "gigabytes"), [("908", 46), ("gfx908", 46), ("910", 50)])
+def test_a_model_as_rccl_once_wrote_it_says_its_links(tmp_path, model, gigabytes):
+    text = re.sub(r' sm="80"', f' sm="94" gcn="{model}"', NCCL).replace("nvlink", "xgmi")
+    text = re.sub('target="0000:c.:00.0"', 'target="0000:20:00.0"', text, count=2)
+    found, reading = read(tmp_path, text)
+    assert rate(found, "amdgpu1", "amdgpu0") == 12 * gigabytes * 1e9
+    assert not {note.name for note in reading.decisive()}
 
 
 def test_a_dump_of_rccl_is_of_amd_s_gpus(tmp_path):
@@ -407,6 +450,13 @@ def test_a_network_of_astra_sim_has_its_dimensions(tmp_path):
         ("latency:", "delay:", "has no latency"),
         ("[ 4, 3, 2 ]", "[ 4096, 3, 4096 ]", "50,331,648 NPUs"),
         ("[ 200.0,", "[ 200.0, [", "is not YAML"),
+        (
+            "latency:",
+            "bandwidth: [ 1, 1, 1 ]\nlatency:",
+            "has the key 'bandwidth' twice, in lines 4",
+        ),
+        ("[ 200.0,", "[" * 9000, "nested too deeply"),
+        ("[ 4, 3, 2 ]", "[ 1, 65536, 1 ]", "4,294,901,760 links"),
     ],
 )
 def test_a_network_of_astra_sim_that_does_not_fit_is_refused(tmp_path, old, new, words):
@@ -421,6 +471,9 @@ def test_one_box_of_taccl_needs_no_times_between_boxes(tmp_path):
     assert assumed(reading) == {"time_scale": "1.0"}
     path = tmp_path / "given.any"
     assert parse_topology(f"taccl:{path},chunk=1 MB") == found
+    assert str(path) in found.source
+    assert "github" not in found.source.lower()  # that is where the shipped ones come from
+    assert "GitHub" in parse_topology("taccl:ndv2_1MB").source
     with pytest.raises(ConfigurationError, match=r"how large a chunk.*,chunk=1 MiB"):
         read(tmp_path, TACCL)
     with pytest.raises(FivefoldError, match="is of one box: it has no remote_alpha"):
@@ -478,6 +531,25 @@ HWLOC = """<?xml version="1.0" encoding="UTF-8"?>
     <object type="OSDev" name="cuda0" subtype="CUDA" osdev_type="5"/></object>
   </object></object>
 </object></topology>"""
+
+
+def test_groups_of_lstopo_that_have_no_number_stay_apart(tmp_path):
+    text = re.sub(r'type="Package" os_index="."', 'type="Group"', HWLOC)
+    found, reading = read(tmp_path, text)
+    tops = [node.name for node in found.nodes if node.name.startswith("group")]
+    assert len(tops) == 2
+    assert rate(found, *tops) == 16e9
+    assert "rates of PCIe" in {note.name for note in reading.assumed}
+    _, told = read(tmp_path, text, ",pcie=32 GB/s")
+    assert "rates of PCIe" not in {note.name for note in told.assumed}
+
+
+def test_gpus_of_amd_s_in_lstopo_are_priced_as_rccl(tmp_path):
+    text = HWLOC.replace("10de:20b0", "1002:740f").replace('"cuda', '"rsmi')
+    found, _ = read(tmp_path, text)
+    assert found.ranks == ("amdgpu0", "amdgpu1")
+    assert software_of(found).key == "rccl"
+    assert rate(found, "amdgpu1", "pci 0000:01:00.0") == 31.5e9  # rsmi1 is the first of the file
 
 
 def test_a_file_of_lstopo_becomes_its_pcie(tmp_path):

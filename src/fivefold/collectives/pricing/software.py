@@ -21,7 +21,8 @@ class Protocol:
 
     Args:
         name: As the library calls it.
-        share: What it reaches of the rate of a link.
+        share: What it reaches of the rate of a link that leaves a host, or of PCIe.
+        inside_share: What it reaches of NVLinks and their like.
         base_s: Fixed time of a collective.
         inside_s: Time of a step between ranks of one host.
         across_s: Time of a step between hosts.
@@ -29,6 +30,7 @@ class Protocol:
 
     name: str
     share: float
+    inside_share: float
     base_s: float
     inside_s: float
     across_s: float
@@ -52,11 +54,18 @@ class Protocol:
             extra_s = inside_s if here.is_rank else 0.0
             if apart or leaves or (here.is_rank and here.host is None):
                 extra_s += across_s
-            rate = link.bandwidth_bytes_per_s * self.share
+            share = self.inside_share if _is_nvlink(here, there) else self.share
+            rate = link.bandwidth_bytes_per_s * share
             links.append(
                 replace(link, bandwidth_bytes_per_s=rate, latency_s=link.latency_s + extra_s)
             )
         return topology.with_links(links)
+
+
+def _is_nvlink(here: Node, there: Node) -> bool:
+    """Return whether a link is one of a host, and neither of PCIe nor to an adapter."""
+    within = here.host is not None and here.host == there.host
+    return within and not {"pcie", "nic"} & {here.kind, there.kind}
 
 
 def _routes_s(topology: Topology) -> tuple[float, float]:
@@ -113,36 +122,43 @@ def _reached(topology: Topology, protocol: Protocol) -> FabricSpec:
     fabric = fabric_from_topology(
         topology, efficiency=protocol.share, base_s=protocol.base_s, hop_s=0.0
     )
+    nodes = {node.name: node for node in topology.nodes}
+    nvlinks = any(_is_nvlink(nodes[one.source], nodes[one.target]) for one in topology.links)
 
-    def step_s(tier: Tier) -> float:
-        return protocol.inside_s if tier.name == "node" else protocol.across_s
+    def as_reached(tier: Tier) -> Tier:
+        inside = tier.name == "node"
+        step_s = protocol.inside_s if inside else protocol.across_s
+        share = protocol.inside_share if inside and nvlinks else protocol.share
+        # The library's time of a step has that of usual links in it.
+        return replace(tier, hop_s=max(tier.hop_s, step_s), efficiency=share)
 
-    # The library's time of a step has that of usual links in it.
-    tiers = tuple(replace(tier, hop_s=max(tier.hop_s, step_s(tier))) for tier in fabric.tiers)
-    return replace(fabric, tiers=tiers)
+    return replace(fabric, tiers=tuple(map(as_reached, fabric.tiers)))
 
 
-def _protocols(*rows: tuple[str, float, float, float, float]) -> tuple[Protocol, ...]:
+def _protocols(
+    *rows: tuple[str, float, float, float, float], inside_share: float
+) -> tuple[Protocol, ...]:
     """Return protocols from rows of name, share, and microseconds: base, inside, across."""
     return tuple(
         Protocol(
-            name=name, share=share, base_s=base * 1e-6, inside_s=inside * 1e-6,
-            across_s=across * 1e-6,
+            name=name, share=share, inside_share=share * inside_share, base_s=base * 1e-6,
+            inside_s=inside * 1e-6, across_s=across * 1e-6,
         )
         for name, share, base, inside, across in rows
     )  # fmt: skip
 
 
-# NCCL counts 20 of the 25 GB/s of an NVLink (topo.h).
+# NCCL counts 20 of the 25 GB/s of an NVLink (topo.h), and all that a network adapter says.
 _REACHED = 0.8
 _ALL = (
     Software(
         key="nccl",
         name="NCCL 2.28",
         protocols=_protocols(
-            ("LL", 0.5 * _REACHED, 6.6, 0.6, 2.7),
-            ("LL128", 0.92 * _REACHED, 14.0, 1.9, 4.0),
-            ("Simple", _REACHED, 8.4, 3.4, 14.0),
+            ("LL", 0.5, 6.6, 0.6, 2.7),
+            ("LL128", 0.92, 14.0, 1.9, 4.0),
+            ("Simple", 1.0, 8.4, 3.4, 14.0),
+            inside_share=_REACHED,
         ),
         source="NVIDIA/nccl, src/graph/tuning.cc: baseLatencies, hwLatencies of rings on NVLink "
         "and network; topo.h: 20 of 25 GB/s of an NVLink",
@@ -152,16 +168,18 @@ _ALL = (
         key="rccl",
         name="RCCL of ROCm 6",
         protocols=_protocols(
-            ("LL", 0.5 * _REACHED, 12.0, 0.8, 9.5), ("Simple", _REACHED, 17.0, 2.1, 25.0)
+            ("LL", 0.5, 12.0, 0.8, 9.5),
+            ("Simple", 1.0, 17.0, 2.1, 25.0),
+            inside_share=_REACHED,
         ),
         source="ROCm/rccl, src/graph/tuning.cc: baseLat, and hwLat of tuning_model_5 (rings on "
-        "xGMI, and on the network LL's ring and Simple's tree); the share is NCCL's",
+        "xGMI, and on the network LL's ring and Simple's tree); the share inside is NCCL's",
         ranks=("gcd", "amdgpu"),
     ),
     Software(
         key="gloo",
         name="gloo of PyTorch 2.13",
-        protocols=_protocols(("TCP", 1.0, 0.0, 60.0, 60.0)),
+        protocols=_protocols(("TCP", 1.0, 0.0, 60.0, 60.0), inside_share=1.0),
         work_s=1.4e-4,
         shared_link_share=0.93,
         source="measured in the lab, by fivefold collectives bench",

@@ -54,6 +54,7 @@ class TacclProfile:
         switched: Whether the GPUs sit on a switch: one chunk at a time in and out of each GPU.
         chunk_bytes: Size of the chunk that the times are for.
         time_scale: What the authors multiplied microseconds by.
+        source: Where it comes from, in words.
 
     Examples:
         >>> profile = TacclProfile.load("ndv2_1MB")
@@ -73,6 +74,7 @@ class TacclProfile:
     switched: bool
     chunk_bytes: int
     time_scale: float = 1.0
+    source: str = ""
 
     @classmethod
     def load(
@@ -101,9 +103,11 @@ class TacclProfile:
             require_one_of(source, PUBLISHED, f"there is no published TACCL profile {source!r}")
             keys, own_bytes, own_scale = PUBLISHED[str(source)]
             table: Any = {"name": source, **keys}
+            whose = f"TACCL profile {source}: {_SOURCE}"
             chunk_bytes = own_bytes if chunk_bytes is None else chunk_bytes
         else:
             table, own_scale = source, 1.0
+            whose = "a TACCL profile" if isinstance(source, Mapping) else f"TACCL profile {source}"
             if not isinstance(source, Mapping):
                 table = read_json(Path(source), what="TACCL profile")
             if not isinstance(table, Mapping):
@@ -138,6 +142,7 @@ class TacclProfile:
             switched="links" not in table and len(table[_LISTS[0]]) == 1,
             chunk_bytes=require_whole("chunk_bytes of a TACCL profile", parse_bytes(chunk_bytes)),
             time_scale=require_number("time_scale of a TACCL profile", scale, positive=True),
+            source=whose,
         )
 
     def to_topology(
@@ -167,7 +172,7 @@ class TacclProfile:
         if boxes > 1:
             self._join_boxes(builder, rows, self._connections(connections), as_solved=as_solved)
         label = f"{self.name}:{boxes}" if boxes > 1 else self.name
-        return builder.done(label, source=f"TACCL profile {self.name}: {_SOURCE}")
+        return builder.done(label, source=self.source)
 
     def _send(self, builder: Builder, ends: tuple[str, str], times: tuple[float, float]) -> None:
         """Add a link of this latency and time of a chunk."""

@@ -21,7 +21,7 @@ from fivefold.network.topology.readers.boxes import Source
 OPTIONS: tuple[str, ...] = ()
 _KEYS = ("topology", "npus_count", "bandwidth", "latency")
 _GIBI = 1 << 30
-_MOST_NPUS, _MOST_DIMENSIONS = 65_536, 16
+_MOST_NPUS, _MOST_DIMENSIONS, _MOST_LINKS = 65_536, 16, 1_000_000
 _HINT = "write such as topology: [ Ring, Switch ], npus_count: [ 8, 4 ]"
 
 
@@ -99,7 +99,19 @@ def _lists(
     if math.prod(counts) > _MOST_NPUS:
         message = f"{where} has {math.prod(counts):,} NPUs"
         raise DataError(message, hint=f"at most {_MOST_NPUS:,} are read")
-    return [str(kind).lower() for kind in kinds], counts, rates, delays
+    kinds = [str(kind).lower() for kind in kinds]
+    links = sum(math.prod(counts) * _degree(*one) for one in zip(kinds, counts, strict=True))
+    if links > _MOST_LINKS:
+        message = f"{where} has {links:,} links"
+        hint = f"at most {_MOST_LINKS:,} are read; a Switch joins as many with one link each"
+        raise DataError(message, hint=hint)
+    return kinds, counts, rates, delays
+
+
+def _degree(kind: str, count: int) -> int:
+    """Return the links that leave an NPU in a dimension, and those that come from its switch."""
+    switched = 2 if count > 1 else 0
+    return {"switch": switched, "ring": min(count - 1, 2), "fullyconnected": count - 1}[kind]
 
 
 def _lines(counts: Sequence[int], place: int) -> Iterator[list[int]]:

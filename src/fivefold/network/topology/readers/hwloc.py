@@ -17,7 +17,8 @@ from fivefold.network.topology._topology import Topology
 from fivefold.network.topology.readers.boxes import Port, Source, joined, root_tag
 
 OPTIONS = ("nvlinks", "nvlink", "pcie", "socket", "nic", "nics", "network")
-_GPU_VENDORS = ("10de", "1002")  # NVIDIA, AMD: others' class 03 is a console's display
+_AMD = "1002"
+_GPU_VENDORS = ("10de", _AMD)  # NVIDIA, AMD: others' class 03 is a console's display
 _OPEN_FABRICS = "3"  # osdev_type of an RDMA device
 _PLACES = ("Machine", "Package", "Socket", "Group", "NUMANode", "Die")
 _READ = {
@@ -25,6 +26,7 @@ _READ = {
                "pci_link_speed"},
     "topology": set[str](),
 }  # fmt: skip
+_NUMBERED = re.compile(r"(?:cuda|nvml|rsmi)\d{1,4}")
 _TYPE = re.compile(r"([0-9a-fA-F]{4})\s*\[([0-9a-fA-F]{4}):")
 
 
@@ -81,6 +83,7 @@ class _Device:
     above: tuple[str, ...]  # nodes from the machine down to the one that it hangs on
     rate: float
     order: int
+    vendor: str = ""
 
 
 class _Tree:
@@ -97,7 +100,8 @@ class _Tree:
             return
         kind = element.attributes.get("type", "")
         if kind in _PLACES and kind not in ("NUMANode", "Die"):
-            place = f"{kind.lower()}{element.attributes.get('os_index', '')}"
+            number = element.attributes.get("os_index")  # Groups have none
+            place = f"{kind.lower()}{number or f' in line {element.line}'}"
         elif kind == "Bridge":
             bus = element.attributes.get("pci_busid")
             if bus:
@@ -117,9 +121,9 @@ class _Tree:
         names = [one.get("name", "") for one in inside]
         fabrics = [one.get("name", bus) for one in inside if one.get("osdev_type") == _OPEN_FABRICS]
         if number.startswith("03") and vendor in _GPU_VENDORS:
-            order = next((int(n[4:]) for n in names if re.fullmatch(r"(cuda|nvml)\d{1,4}", n)), -1)
+            order = next((int(n[4:]) for n in names if _NUMBERED.fullmatch(n)), -1)
             rate = self._rate(element, bus, bridge=False)
-            self.devices.append(_Device(f"gpu {bus}", "gpu", above, rate, order))
+            self.devices.append(_Device(f"gpu {bus}", "gpu", above, rate, order, vendor))
         elif number.startswith("02") and (fabrics or number == "0207"):
             name = fabrics[0] if fabrics else f"nic {bus}"
             rate = self._rate(element, bus, bridge=False)
@@ -139,6 +143,9 @@ class _Tree:
         if not 0 <= gigabytes < 1e6:
             message = f"line {element.line}: pci_link_speed={text!r:.40} is no rate in GB/s"
             raise DataError(message, hint="is it a file of lstopo?")
+        if gigabytes and "rates of PCIe" not in self.source.reading.names():
+            why = "a device at rest may run its link slower than it can; pcie= says another"
+            self.source.reading.assume("rates of PCIe", "those when lstopo ran", why)
         if gigabytes == 0 and not bridge:
             why = "0 is said; PCIe 3.0 with 16 lanes, as NCCL takes it; pcie= says another"
             self.source.reading.assume(f"pci_link_speed of {bus}", "15.75 GB/s", why)
@@ -155,12 +162,13 @@ class _Tree:
             )
         if any(device.order < 0 for device in gpus):
             source.reading.assume(
-                "ranks", "in order of the file", "no GPU has a cuda or nvml device"
+                "ranks", "in order of the file", "no GPU has a cuda, nvml or rsmi device"
             )
         else:
             gpus.sort(key=lambda device: device.order)
+        kind = "amdgpu" if all(device.vendor == _AMD for device in gpus) else "gpu"
         for number, device in enumerate(gpus):
-            device.name = builder.node(f"gpu{number}", "gpu", host="box0")
+            device.name = builder.node(f"{kind}{number}", "gpu", host="box0")
         adapters = [device for device in self.devices if device.kind == "nic"]
         for device in adapters:
             builder.node(device.name, "nic", host="box0")

@@ -18,6 +18,7 @@ from fivefold.files import XmlElement, parse_xml
 from fivefold.network.topology._build import Builder, Wire
 from fivefold.network.topology._topology import Topology
 from fivefold.network.topology.readers.boxes import Port, Source, joined, root_tag
+from fivefold.units import format_bytes_per_s
 
 OPTIONS = ("nvlink", "nvlinks", "pcie", "socket", "nic", "nics", "network")
 _READ, _HARMLESS, _LEFT_OUT = "read", "harmless", "left out"
@@ -74,6 +75,9 @@ _LANES = {2.5: 2.5e9 * 0.8 / 8, 5.0: 5e9 * 0.8 / 8} | {
 _UNKNOWN_SPEED, _UNKNOWN_WIDTH, _UNKNOWN_MBIT = 8.0, 16, 10_000
 # NVIDIA's data sheets: one link in one direction, by compute capability.
 _NVLINKS = ((100, 50e9), (90, 25e9), (87, 25e9), (86, 14.0625e9), (70, 25e9), (60, 20e9))
+_KNOWN_SM = {60, 70, 72, 80, 86, 90, 100, 103}
+# As RCCL wrote models before ROCm 6.
+_GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx942", "942": "gfx942"}
 _XGMI = {"gfx942": 64e9, "gfx950": 76.8e9, "gfx90a": 50e9, "gfx908": 46e9, "gfx906": 46e9}
 # What NCCL takes for the link between sockets: src/graph/topo.h.
 _INTEL = ((0xCF, 40e9), (0x8F, 22e9), (0x55, 10e9), (0, 6e9))
@@ -470,16 +474,22 @@ class _Machine:
         assert gpu.gpu is not None, "links stand below a gpu"
         if tag == "xgmi":
             model = gpu.gpu.attributes.get("gcn", "")
-            rate = next((rate for key, rate in _XGMI.items() if model.startswith(key)), 50e9)
-            return self.source.told_or(
-                "nvlink", rate, "one xGMI link and direction", name=f"xGMI of {model or 'a GPU'}"
-            )
+            key = _GCN.get(model, model).partition(":")[0]
+            return self._said_rate(_XGMI.get(key), 50e9, f"xGMI of {model or 'a GPU'}", "AMD")
         sm = _integer(gpu.gpu, "sm", 0)
         rate = next((rate for least, rate in _NVLINKS if sm >= least), 20e9)
-        return self.source.told_or(
-            "nvlink", rate, "one link and direction, NVIDIA's data sheets", decisive=not sm,
-            name=f"NVLink of sm {sm}",
-        )  # fmt: skip
+        known = rate if sm in _KNOWN_SM else None
+        return self._said_rate(known, rate, f"NVLink of sm {sm}", "NVIDIA")
+
+    def _said_rate(self, known: float | None, likely: float, name: str, whose: str) -> float:
+        """Return the rate of a link that the file says by its GPU's model; else what is likely."""
+        if known is None or "nvlink" in self.source.told:
+            why = f"one link and direction; its GPU is none that is known of {whose}"
+            return self.source.told_or("nvlink", likely, why, name=name, decisive=True)
+        if name not in self.reading.names():
+            rate = format_bytes_per_s(known)
+            self.reading.take(name, f"{rate} a link and direction, by {whose}'s data sheets")
+        return known
 
     def _c2c(self, gpu: _Device, link: XmlElement) -> None:
         rate, count = _integer(link, "bw", 0) * 1e6, _integer(link, "count", 1)

@@ -221,18 +221,19 @@ def _switched(
 ) -> list[list[str]]:
     """Return the groups of GPUs on one NVSwitch plane each.
 
-    A switch gives every pair all links of a GPU, so their sum is more than a GPU has; where it is
-    not, links may be direct: three times four of four A100, or two GPUs of a larger machine.
+    A switch gives every pair all links of a GPU, so their sum is more than a GPU has, also where a
+    link is down and cells differ. Where it is not, links may be direct: three times four of four
+    A100; those of two GPUs, and those whose cells differ, are taken to be, unless it is told.
     """
     groups = [part for part in _parts(matrix.gpus, counts) if len(part) > 1]
     found = []
     for group in groups:
         pairs = [counts.get(pair, 0) for pair in itertools.combinations(group, 2)]
         total = max(sum(number for pair, number in counts.items() if gpu in pair) for gpu in group)
-        if len(set(pairs)) > 1 or len(group) == 2:
-            continue
         why = f"{total} links of a GPU are counted, and none has more than {_MOST_NVLINKS}"
         over = total > _MOST_NVLINKS
+        if not over and "nvswitch" not in source.told and (len(set(pairs)) > 1 or len(group) == 2):
+            continue
         if not over:
             why = f"{total} links of a GPU are counted: they may be direct"
         if source.told_or("nvswitch", over, why, decisive=not over):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fivefold.errors import DataError
@@ -50,8 +51,9 @@ def read(text: str, source: Source, *, name: str) -> Topology:
         raise source.question("chunk", "for how large a chunk its times are")  # noqa: EM101 - a key
     source.told_or("chunk", 0, "")
     scale = source.told_or("time_scale", 1.0, "microseconds as they are", name="time_scale")
-    profile = TacclProfile.load(
-        {"name": name, **table}, chunk_bytes=told["chunk"], time_scale=scale
+    profile = replace(
+        TacclProfile.load({"name": name, **table}, chunk_bytes=told["chunk"], time_scale=scale),
+        source=f"{reading.source}, a TACCL profile",
     )
     if source.boxes == 1:
         return profile.to_topology()
