@@ -99,9 +99,18 @@ def test_the_same_choice_every_time():
 
 def test_small_messages_avoid_the_overhead():
     found = choose(
-        "all_reduce", topology=switch(4, bandwidth=1e9), settings=Settings(), size_bytes=64
+        "all_reduce", topology=switch(2, bandwidth=1e9), settings=Settings(), size_bytes=64
     )
     assert found.label == "inner"
+
+
+def test_work_is_that_of_messages_however_many_chunks_they_carry():
+    settings = Settings(message_s=0.0)
+    found = choose(
+        "all_reduce", topology=switch(4, bandwidth=1e9), settings=settings, size_bytes=64
+    )
+    # To and from each of three others: half the work of a message at either end.
+    assert found.others["one_shot"] == pytest.approx(6 * settings.message_work_s / 2)
 
 
 def test_the_clock_shares_links_between_pairs():

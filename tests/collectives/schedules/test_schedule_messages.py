@@ -12,11 +12,13 @@ from fivefold.collectives.schedules import (
     Transfer,
     all_gather,
     all_reduce,
+    all_to_all,
     broadcast,
     evaluate,
     named_collective,
     verify_schedule,
 )
+from fivefold.collectives.schedules.messages import messages_of
 from fivefold.collectives.schedules.timing import with_times
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.network.topology import fully_connected, line, switch
@@ -128,3 +130,28 @@ def test_a_message_becomes_operations_of_several_slots():
     program = lower(schedule, queue_slots=None)
     counts = [op.count for _, _, block in program.blocks() for op in block.operations]
     assert max(counts) == 8
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_pieces_apart_pass_on_what_has_come(pieces):
+    """A bruck exchange down a line: its long messages are passed on piece by piece."""
+    whole = build_algorithm("bruck", all_to_all(6), line(6, bandwidth="1 GB/s", latency="0 s"))
+    together = whole.replicated(pieces)
+    apart = whole.replicated(pieces, apart=True)
+    verify_schedule(apart)
+    assert together.num_messages == whole.num_messages
+    assert apart.num_messages == pieces * whole.num_messages
+    times_s = [evaluate(one, size_bytes=6e6, model="fluid").total_s for one in (together, apart)]
+    assert times_s[0] == pytest.approx(evaluate(whole, size_bytes=6e6, model="fluid").total_s)
+    assert times_s[1] <= times_s[0] * (1 + 1e-9)
+    assert pieces == 1 or times_s[1] < 0.95 * times_s[0]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("name", ["ring", "direct"])
+def test_a_program_has_the_messages_that_are_priced(name, joined):
+    schedule = build_algorithm(name, all_gather(4, 3))
+    schedule = schedule if joined else schedule.replaced(messages=None)
+    program = lower(schedule, queue_slots=None, fuse=False)
+    sends = sum(step.kind.sends for _, _, block in program.blocks() for step in block.operations)
+    assert sends == np.unique(messages_of(schedule)).size == (12 if joined else 36)

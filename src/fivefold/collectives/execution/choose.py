@@ -29,6 +29,7 @@ from fivefold.collectives.schedules import (
     evaluate,
     named_collective,
 )
+from fivefold.collectives.schedules.messages import messages_of
 from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.flows.paths import default_paths
@@ -171,7 +172,7 @@ class _Prices:
             too_small = pieces > 1 and chunk_bytes / pieces < self.settings.min_piece_bytes
             if too_small or 2 * schedule.num_transfers * pieces > _MAX_OPERATIONS:
                 break
-            time_s = self._of_schedule_s(schedule.replicated(pieces) if pieces > 1 else schedule)
+            time_s = self._of_schedule_s(schedule.replicated(pieces, apart=True))
             if best is not None and time_s > best[1] * _WORTH_IT:
                 break
             best = (pieces, time_s)
@@ -191,7 +192,8 @@ class _Prices:
             message_s=self.settings.message_s,
             shared_link_share=self.settings.shared_link_share,
         )
-        ends = np.concatenate([schedule.sources, schedule.targets])
+        leaders = np.unique(messages_of(schedule))
+        ends = np.concatenate([schedule.sources[leaders], schedule.targets[leaders]])
         handled = np.bincount(ends, minlength=self.topology.num_ranks)
         return self._with_work_s(time_s, handled.tolist())
 

@@ -25,6 +25,7 @@ from fivefold.collectives.lowering.program import (
     ThreadBlock,
 )
 from fivefold.collectives.schedules import Schedule
+from fivefold.collectives.schedules.messages import messages_of
 from fivefold.collectives.schedules.routes import relays_of
 from fivefold.collectives.schedules.timing import event_order
 from fivefold.errors import DataError, require_whole
@@ -35,7 +36,6 @@ _FUSED = {
 }
 _MAX_COUNT = 64  # MSCCL's interpreter refuses counts from 72 on
 _MOST_PEERS = 32  # of a rank in one channel, each way
-_TIME_DIGITS = 9  # times nearer than 1e-9 of the whole are one moment: ends and starts are sums
 _Place = tuple[Buffer, int]  # a slot
 
 
@@ -252,17 +252,8 @@ def _groups(schedule: Schedule, events: np.ndarray, window: int | None) -> np.nd
 
 
 def _moments(schedule: Schedule, groups: list[int]) -> list[tuple[float, ...]]:
-    """Number the moments of the transfers: those of one moment may be one message."""
-    if schedule.messages is not None:
-        return list(zip(groups, schedule.messages.tolist(), strict=True))
-    if schedule.has_steps:  # steps say more than times, where there are both
-        return list(zip(groups, schedule.steps.tolist(), strict=True))
-    if schedule.starts_s is None or schedule.ends_s is None:
-        return [(at,) for at in range(schedule.num_transfers)]
-    unit = max(float(schedule.ends_s.max(initial=0.0)), 1e-300)
-    starts = np.round(schedule.starts_s / unit, _TIME_DIGITS).tolist()
-    ends = np.round(schedule.ends_s / unit, _TIME_DIGITS).tolist()
-    return list(zip(groups, starts, ends, strict=True))
+    """Number the messages of the transfers, as they are priced: those of one may be joined."""
+    return list(zip(groups, messages_of(schedule).tolist(), strict=True))
 
 
 def _choose_channels(legs: list[_Leg], num_ranks: int, *, channels: int, instances: int) -> None:

@@ -462,11 +462,12 @@ class Schedule:
             **changes,
         )
 
-    def replicated(self, pieces: int) -> Schedule:
+    def replicated(self, pieces: int, *, apart: bool = False) -> Schedule:
         """Return the schedule with each chunk cut into equal pieces that follow one another.
 
         Args:
-            pieces: Pieces of each chunk; those of one transfer have its times, and are one message.
+            pieces: Pieces of each chunk; those of one transfer have its times.
+            apart: Whether each piece of a message is one; else the message stays one.
 
         Returns:
             The finer schedule, of ``pieces`` times as many transfers.
@@ -477,7 +478,19 @@ class Schedule:
         chunks = np.repeat(self.chunks * np.int32(count), count)
         chunks += np.tile(np.arange(count, dtype=np.int32), self.num_transfers)
         rows = np.repeat(np.arange(self.num_transfers), count)
-        return self.selected(rows, collective=self.collective.replicated(count), chunks=chunks)
+        finer = self.collective.replicated(count)
+        if self.messages is None or not apart:
+            return self.selected(rows, collective=finer, chunks=chunks)
+        pieces_of = np.tile(np.arange(count), self.num_transfers)
+        messages = self.messages[rows].astype(np.int64) * count + pieces_of
+        order = np.argsort(messages, kind="stable")
+        bare = self.replaced(messages=None)
+        return bare.selected(
+            rows[order],
+            collective=finer,
+            chunks=chunks[order],
+            messages=runs_of(messages[order]),
+        )
 
     def pruned(self) -> Schedule:
         """Return the schedule without copies that a rank has already, or that no one needs.

@@ -64,6 +64,7 @@ _SOME, _MANY = 32, 128  # ranks up to which auto tries TACCL, trees
 _EVERY_ROOT, _SOME_ROOTS = 8, 3  # ranks up to which each is tried as the root; how many beyond
 _FEW_TREES = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # chunks of a root where the output has limits
 _PIECES = 9  # powers of two that are tried as chunks of a pipeline
+_FEW_PIECES, _SOME_PIECES = (1, 2, 4), 64  # of a rank's share; ranks up to which all are tried
 _WORSE = 2  # numbers of chunks that were no better, after which finer ones are left
 _FINEST = 0.25  # chunks that take less than this share of the latency are not worth their cost
 _LOG = logging.getLogger(__name__)
@@ -303,14 +304,19 @@ class Request:
         return [1 << power for power in range(_PIECES) if power == 0 or 1 << power <= finest]
 
     def library_pieces(self) -> list[int]:
-        """Return numbers of chunks for the library; those of an all-reduce fit its ranks, too."""
+        """Return numbers of chunks for the library; those of an all-reduce fit its ranks, too.
+
+        Few chunks more are dealt evenly, such as to both directions of a ring; joined, they cost
+        nothing.
+        """
         name, ranks = self.collective.name, self.collective.num_ranks
         if not self.free:
             return [1]
-        found = self.pieces()
+        few = _FEW_PIECES if ranks <= _SOME_PIECES else _FEW_PIECES[:1]
         if name == "all_reduce":
-            found = sorted({*found, ranks, 1 << (ranks.bit_length() - 1)})
-        return found
+            whole = {ranks * count for count in few}
+            return sorted({*self.pieces(), *whole, 1 << (ranks.bit_length() - 1)})
+        return sorted({*self.pieces(), *few})
 
     def chunkings(self, *, most: int) -> Iterator[tuple[int, Collective]]:
         """Yield the collective in 1, 2, 4, ... chunks where that is free, as far as it can pay."""
