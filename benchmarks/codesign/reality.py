@@ -29,7 +29,13 @@ from fivefold.codesign import (
     run_plan,
 )
 from fivefold.codesign.baselines import best_alone_plan
-from fivefold.codesign.execute import execution_command, lab_options, read_measurements, write_order
+from fivefold.codesign.execute import (
+    RUNNABLE,
+    execution_command,
+    lab_options,
+    read_measurements,
+    write_order,
+)
 from fivefold.lab import LabSpec, run_lab
 from fivefold.network.topology import Aggregation, Topology, parse_topology
 from fivefold.tasks import LayerCost
@@ -92,7 +98,7 @@ class Case:
 
     def plans(self, topology: Topology, jobs: Sequence[JobSpec]) -> dict[str, ClusterPlan]:
         """B1, and the other plan where it is another one."""
-        alone = best_alone_plan(topology, jobs)
+        alone = best_alone_plan(topology, jobs, algorithm="ring")
         if self.classes is not None:
             other = alone
             for job, priority in zip(jobs, self.classes, strict=True):
@@ -104,7 +110,7 @@ class Case:
                 jobs,
                 flags,
                 start="best",
-                options=PlanningOptions(classes=self.link_classes),
+                options=PlanningOptions(classes=self.link_classes, algorithms=RUNNABLE),
             ).plan
         return {"B1": alone} if other == alone else {"B1": alone, self.label: other}
 

@@ -44,7 +44,7 @@ def summing(topology, kind, **more):
 
 def test_what_is_written_is_read():
     jobs = [job(), job("b", (2, 3))]
-    plan = null_plan(switch(4), jobs)
+    plan = null_plan(switch(4), jobs, algorithm="ring")
     assert read_measurements(["x", json.dumps({"iteration_s": {"a": 1.0}})]) == {"a": 1.0}
     assert read_measurements([]) == {}
     assert ClusterPlan.from_json(plan.to_json()) == plan
@@ -52,7 +52,7 @@ def test_what_is_written_is_read():
 
 def test_an_order_survives_its_file(tmp_path):
     jobs = [job(), job("b", (2, 3))]
-    plan = null_plan(switch(4), jobs)
+    plan = null_plan(switch(4), jobs, algorithm="ring")
     path = tmp_path / "order.json"
     write_order(path, jobs, plan, topology=switch(4))
     order = read_order(path)
@@ -126,7 +126,7 @@ def test_the_lab_is_told_classes_sums_and_paths():
     assert set(found["routes"]) == {(2, 3), (3, 2)}, "sums go where the switch is"
     spec = LabSpec.of_topology(topology, **found)
     assert pickle.loads(pickle.dumps(spec)) == spec  # noqa: S301 - as the relay gets it
-    plain = lab_options(topology, jobs, null_plan(topology, jobs))
+    plain = lab_options(topology, jobs, null_plan(topology, jobs, algorithm="ring"))
     assert (plain["classes"], plain["host_classes"], plain["aggregators"]) == (1, {}, {})
 
 
@@ -156,7 +156,7 @@ def test_a_plan_takes_about_as_long_as_predicted(tmp_path):
 
 def test_a_plan_brings_its_own_cluster(tmp_path):
     path = tmp_path / "plan.json"
-    write_order(path, [job()], null_plan(switch(2), [job()]), topology=switch(2))
+    write_order(path, [job()], null_plan(switch(2), [job()], algorithm="ring"), topology=switch(2))
     result = CliRunner().invoke(app, ["lab", "run", "--hosts", "4", str(path)])
     assert isinstance(result.exception, ConfigurationError)
     assert "brings its own cluster" in str(result.exception)

@@ -278,7 +278,7 @@ def test_only_intra_inter_lets_jobs_reduce_inside_hosts_before_the_network():
             CoDesigns(horizontal=True, host_net=True, intra_inter=True),
         )
     )
-    assert (without, allowed) == ("ring", "in_network")
+    assert (without, allowed) == ("ring_or_tree", "in_network")
 
 
 @pytest.mark.parametrize("flags", [CoDesigns(), CoDesigns(horizontal=True)], ids=["alone", "H"])

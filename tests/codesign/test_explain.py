@@ -139,7 +139,7 @@ def test_a_plan_that_does_not_fit_is_refused():
         ('"order": [1, 3]', '"order": [1, 5]', "other ranks than its own"),
         ("[[0, 2, 0, 5]", "[[0, 2, 0, 7]", "uses links that"),
         ("[[0, 2, 0, 5]", "[[0, 2, 99]", "uses links that"),
-        ('"ring"', '"rings"', "algorithm must be"),
+        ('"ring_or_tree"', '"rings"', "algorithm must be"),
         ('"shift_s": 0.0', '"shift_s": "0"', "shift_s must be"),
         ('"bucket_bytes": null', '"bucket_bytes": -1', "bucket_bytes of a job's plan"),
         ("{", "\udcff", "this is no plan"),

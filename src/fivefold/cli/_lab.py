@@ -46,6 +46,7 @@ with later():
         run_plan,
     )
     from fivefold.codesign.execute import (
+        RUNNABLE,
         execution_command,
         lab_options,
         read_measurements,
@@ -96,7 +97,7 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     topology = topology_of(cluster)
     specs = load_jobs(jobs, topology)
     say_shared_ranks(specs)
-    options = PlanningOptions(classes=classes)
+    options = PlanningOptions(classes=classes, algorithms=RUNNABLE)
     found = plan_cluster(topology, specs, flags_of(co_designs), seed=seed, options=options)
     if output is not None:
         write_order(output, specs, found.plan, topology=topology)

@@ -16,8 +16,8 @@ from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobP
 from fivefold.codesign.simulate import run_plan
 from fivefold.codesign.steps import edge_route
 from fivefold.codesign.trees import aggregated_columns, free_slots, job_trees, spread_trees
-from fivefold.collectives.pricing.phases import tree_links
-from fivefold.errors import require_whole
+from fivefold.collectives.pricing.phases import ALGORITHMS, Algorithm, tree_links
+from fivefold.errors import require_one_of, require_whole
 from fivefold.flows import priority_classes, time_shifts
 from fivefold.flows.routing import Routing
 from fivefold.network.topology import Topology
@@ -43,19 +43,28 @@ class PlanningOptions:
         budget: Most simulations while planning; once more where these iterations show no gain and
             jobs have more of them.
         classes: Strict priority classes that switches have; 1 for none.
+        algorithms: What layer 3 may choose among, such as what can be run.
 
     Raises:
-        ConfigurationError: A number is below one.
+        ConfigurationError: A number is below one, or there is no such algorithm.
     """
 
     guard: bool = True
     iterations: int = 6
     budget: int = 60
     classes: int = 8
+    algorithms: tuple[Algorithm, ...] = ALGORITHMS
 
     def __post_init__(self) -> None:
         for name in ("iterations", "budget", "classes"):
             require_whole(name, getattr(self, name))
+        for name in self.algorithms:
+            require_one_of(name, ALGORITHMS, f"there is no algorithm {name!r}")
+
+    @property
+    def library(self) -> Algorithm:
+        """Return what jobs use that nobody plans."""
+        return "ring_or_tree" if "ring_or_tree" in self.algorithms else "ring"
 
 
 @dataclass(frozen=True)
@@ -327,7 +336,8 @@ class Arbiter:
                 return
             gains = {n: self.floor.completion_s[n] / self.best.completion_s[n] for n in aggregating}
             name = min(gains, key=lambda n: gains[n])
-            algorithm = "hierarchical" if self.co_designs.intra_inter else "ring"
+            inside = self.co_designs.intra_inter and "hierarchical" in self.options.algorithms
+            algorithm = "hierarchical" if inside else self.options.library
             host = plan.changed(name, algorithm=algorithm, root=None, roots=(), slots=0, paths={})
             if not self.consider(
                 "network", f"{name} leaves its slots", self._rerouted(host, name), entity=name,

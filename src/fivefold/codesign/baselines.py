@@ -17,27 +17,41 @@ from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
 from fivefold.codesign.simulate import iteration_of
 from fivefold.codesign.steps import FloatArray, IntArray, PhaseGroup, steps_of
+from fivefold.collectives.pricing.phases import Algorithm
 from fivefold.flows import FlowDemand, JobTraffic, route_flows
 from fivefold.flows.routing import RoutePolicy, Routing
 from fivefold.network.topology import Topology
 
+_LIBRARY: Algorithm = "ring_or_tree"
 
-def null_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> ClusterPlan:
-    """Return B0: tensors as they become ready, ring in rank order, hashed paths, fair share."""
+
+def null_plan(
+    topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0, algorithm: Algorithm = _LIBRARY
+) -> ClusterPlan:
+    """Return B0: tensors as they become ready, the library's algorithm, hashed paths, fair share.
+
+    The library's is NCCL's: rings over every adapter in rank order, trees where messages are small.
+    """
     plain = ClusterPlan(
-        {job.job_id: JobPlan(order=job.split_as(0).ranks, bucket_bytes=None) for job in jobs}
+        {
+            job.job_id: JobPlan(order=job.split_as(0).ranks, bucket_bytes=None, algorithm=algorithm)
+            for job in jobs
+        }
     )
     return routed(topology, jobs, plain, policy="hash", seed=seed)
 
 
-def best_alone_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> ClusterPlan:
-    """Return B1: order of need, ring along the topology, paths by the job's own load."""
+def best_alone_plan(
+    topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0, algorithm: Algorithm = _LIBRARY
+) -> ClusterPlan:
+    """Return B1: order of need, the same along the topology, paths by the job's own load."""
     best = {
         job.job_id: JobPlan(
             order=local_order(topology, job.split_as(0).ranks),
             ordering="priority",
             bucket_bytes=None,
             overlap_forward=True,
+            algorithm=algorithm,
         )
         for job in jobs
     }

@@ -18,8 +18,9 @@ from fivefold.codesign.jobs import JobSpec, check_jobs
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan
 from fivefold.codesign.simulate import Outcome, alone_quote, run_plan, schedule_iteration
 from fivefold.codesign.steps import job_groups
+from fivefold.codesign.synthesized import may_synthesize
 from fivefold.codesign.trees import SwitchState, TreeChoice, nearest_roots, spread_trees
-from fivefold.collectives.pricing.phases import host_groups
+from fivefold.collectives.pricing.phases import ALGORITHMS, Algorithm, host_groups
 from fivefold.errors import require_one_of
 from fivefold.network.topology import Topology
 from fivefold.tasks.iteration import STATE_AXES
@@ -64,11 +65,12 @@ def plan_single(
     start: JobPlan,
     co_designs: CoDesigns,
     switches: SwitchState | None = None,
+    choices: tuple[Algorithm, ...] = ALGORITHMS,
 ) -> SinglePlan:
     """Plan layers 1 to 3 of one job, as if it were alone; aggregating switches know their trees."""
     if not co_designs.vertical:
         # Without prices: the last collective on offer, and layer 1's favourite.
-        chosen = [*collective_options(topology, job, start, co_designs, switches)][-1]
+        chosen = [*collective_options(topology, job, start, co_designs, switches, choices)][-1]
         records = [nominal_record(job)] if job.splits else []
         if chosen.plan != start:
             nodes = (("ClusterGraph.nodes", "network"),)
@@ -78,7 +80,7 @@ def plan_single(
             )
         return SinglePlan(chosen.plan, tuple(records))
     weighed = sorted(
-        _weighed(topology, job, start, co_designs, switches), key=lambda one: one.seconds
+        _weighed(topology, job, start, co_designs, switches, choices), key=lambda one: one.seconds
     )
     best = weighed[0]
     of_splits: dict[str, _Option] = {}
@@ -94,6 +96,7 @@ def _weighed(
     start: JobPlan,
     co_designs: CoDesigns,
     switches: SwitchState | None,
+    choices: tuple[Algorithm, ...],
 ) -> Iterator[_Option]:
     """Yield every option of layers 1 to 3 at the price that the layers below ask for it."""
     for number in range(max(1, len(job.splits))):
@@ -101,7 +104,7 @@ def _weighed(
         begin = start
         if number != start.split:
             begin = replace(start, split=number, order=job.splits[number].ranks, paths={})
-        for option in collective_options(topology, job, begin, co_designs, switches):
+        for option in collective_options(topology, job, begin, co_designs, switches, choices):
             quote = alone_quote(topology, job, option.plan)
             for plan in task_options(option.plan):
                 seconds = schedule_iteration(job, plan, quote).end_s
@@ -138,18 +141,23 @@ def collective_options(
     start: JobPlan,
     co_designs: CoDesigns,
     switches: SwitchState | None = None,
+    choices: Sequence[Algorithm] = ALGORITHMS,
 ) -> Iterator[_Option]:
     """Yield what layer 3 may choose among; the plan so far comes first."""
-    yield _Option("ring in the order given", start)
+    yield _Option(f"{_words(start)} in the order given", start)
     ranks = start.order
     order = local_order(topology, ranks) if co_designs.vertical else ranks
     if order != start.order:
-        yield _Option("ring along the topology", replace(start, order=order, paths={}))
+        along = replace(start, order=order, paths={})
+        yield _Option(f"{_words(start)} along the topology", along)
     groups = _reducing_groups(job.split_as(start.split), replace(start, order=order))
+    for algorithm in _flat_algorithms(topology, groups, choices) if co_designs.vertical else ():
+        plan = replace(start, order=order, algorithm=algorithm, paths={})
+        yield _Option(algorithm.replace("_", " "), plan)
     by_host = [host_groups(topology, group) for group in groups]
     even = all(hosts is not None for hosts in by_host)
     several = [hosts for hosts in by_host if hosts and 1 < len(hosts[0]) < sum(map(len, hosts))]
-    if co_designs.intra_inter and even and several:
+    if co_designs.intra_inter and even and several and "hierarchical" in choices:
         plan = replace(start, order=order, algorithm="hierarchical", paths={})
         yield _Option("hierarchical", plan, ("II",))
     # Several ranks of a host reduce inside it first, which only Intra-Inter may plan.
@@ -161,6 +169,20 @@ def collective_options(
         for choice in _tree_choices(topology, job, start, state, everywhere=co_designs.vertical):
             plan = replace(start, **choice.changes())  # type: ignore[arg-type]
             yield _Option(f"in the network at {choice.name}", plan, tags)
+
+
+def _words(plan: JobPlan) -> str:
+    return plan.algorithm.replace("_", " ")
+
+
+def _flat_algorithms(
+    topology: Topology, groups: Sequence[tuple[int, ...]], choices: Sequence[Algorithm]
+) -> Iterator[Algorithm]:
+    """Yield the algorithms beside rings and trees that may pay for groups that reduce."""
+    if "halving_doubling" in choices and any(len(group) > 2 for group in groups):
+        yield "halving_doubling"
+    if "synthesized" in choices and any(may_synthesize(topology, group) for group in groups):
+        yield "synthesized"
 
 
 def _tree_choices(
@@ -279,14 +301,14 @@ def plan_cluster(
     require_one_of(start, get_args(Start), f"there is no baseline {start!r}")
     allowed = CoDesigns.all() if co_designs is None else co_designs
     make = null_plan if start == "null" else best_alone_plan
-    baseline = make(topology, jobs, seed=seed)
+    options = PlanningOptions() if options is None else options
+    baseline = make(topology, jobs, seed=seed, algorithm=options.library)
     if allowed.horizontal:
-        options = PlanningOptions() if options is None else options
         plan, decisions, outcome, floor, simulations = _plan_together(
             topology, jobs, baseline, allowed, seed=seed, options=options, progress=progress
         )
     else:
-        single = _plan_singles(topology, tuple(jobs), baseline, allowed, seed)
+        single = _plan_singles(topology, tuple(jobs), baseline, allowed, seed, options.algorithms)
         plan, decisions, simulations = single.plan, single.decisions, 0
         outcome, floor = (_outcome(topology, tuple(jobs), one) for one in (plan, baseline))
     return CoDesignResult(
@@ -315,7 +337,9 @@ def _plan_together(
     for number, subset in enumerate(subsets):
         if progress is not None:
             progress("jobs planned alone", number, len(subsets))
-        singles[subset.label] = _plan_singles(topology, tuple(jobs), baseline, subset, seed)
+        singles[subset.label] = _plan_singles(
+            topology, tuple(jobs), baseline, subset, seed, options.algorithms
+        )
     arbiter = Arbiter(topology, jobs, baseline, allowed, options, progress)
     plan, outcome, floor = _arbitrate(arbiter, singles)
     simulations = arbiter.simulations
@@ -385,13 +409,14 @@ def _plan_singles(
     baseline: ClusterPlan,
     allowed: CoDesigns,
     seed: int,
+    choices: tuple[Algorithm, ...],
 ) -> _Singles:
     """Plan layers 1 to 3 of each job, and with Vertical its paths, as if it were alone."""
     plan, splits = baseline, {}
     decisions: list[DecisionRecord] = []
     switches = SwitchState(topology)
     for job in jobs:
-        found = plan_single(topology, job, plan.jobs[job.job_id], allowed, switches)
+        found = plan_single(topology, job, plan.jobs[job.job_id], allowed, switches, choices)
         switches.admit(job, found.plan)
         plan = ClusterPlan({**plan.jobs, job.job_id: found.plan})
         splits[job.job_id] = found.splits

@@ -27,7 +27,7 @@ from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
 from fivefold.codesign.simulate import iteration_of, planned_order
 from fivefold.codesign.steps import edge_route
-from fivefold.collectives.pricing.phases import aggregation_tree, host_groups
+from fivefold.collectives.pricing.phases import Algorithm, aggregation_tree, host_groups
 from fivefold.errors import (
     CommunicationError,
     ConfigurationError,
@@ -44,6 +44,7 @@ _WRITE = "write one with fivefold execute --output"
 _LEAST_SLOT_BYTES = 4096  # below that the software switch is slower than any link worth shaping
 _START_IN_S = 1.0  # after all ranks are ready: enough for the news to reach the last one
 _WARM_UP = 2
+RUNNABLE: tuple[Algorithm, ...] = ("ring", "in_network")
 _TIMEOUT_S = 120.0
 # Plans count slots for the latency of the topology, which has none here; what a chunk needs to
 # come in whole and leave again is covered by so many.
@@ -176,6 +177,9 @@ def _check_job(topology: Topology, job: JobSpec, plan: JobPlan) -> None:
         (plan.algorithm != "ring" and several,
          f"{who} is planned with {plan.algorithm}; over hosts of several ranks only rings are run",
          "plan without II"),
+        (plan.algorithm not in RUNNABLE,
+         f"{who} is planned with {plan.algorithm}, and only rings and switches are run here",
+         "plan with PlanningOptions(algorithms=('ring', 'in_network'))"),
     )  # fmt: skip
     if plan.algorithm == "in_network":
         _check_aggregation(topology, who, plan)

@@ -14,6 +14,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
 from fivefold.codesign.simulate import (
@@ -192,8 +194,18 @@ def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[s
 def _reduction(topology: Topology, job: JobSpec, plan: JobPlan) -> Schedule:
     collective = all_reduce(len(job.ranks))
     places = {rank: place for place, rank in enumerate(job.ranks)}
-    if plan.algorithm == "ring":
-        return build_algorithm("ring", collective, order=[places[rank] for rank in plan.order])
+    order = [places[rank] for rank in plan.order]
+    if plan.algorithm in {"ring", "ring_or_tree"}:
+        return build_algorithm("ring", collective, order=order)
+    if plan.algorithm == "halving_doubling":
+        made = build_algorithm("recursive_halving_doubling", collective)
+        renamed = np.array(order, np.int32)
+        return made.replaced(sources=renamed[made.sources], targets=renamed[made.targets])
+    if plan.algorithm == "synthesized":
+        raise UnsupportedError(
+            f"job {job.job_id!r} has a schedule for each of its sizes",
+            hint="fivefold collectives synthesize writes the one of a size",
+        )
     groups = host_groups(topology, plan.order)
     if groups is None:
         raise UnsupportedError(

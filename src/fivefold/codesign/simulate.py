@@ -268,9 +268,10 @@ class _Compiler:
         )  # fmt: skip
 
     def _waits_s(self, groups: Sequence[PhaseGroup]) -> float:
-        paid = [group for group in groups if group.tree is None and group.steps > 1]
+        paid = [g for g in groups if g.tree is None and (g.steps > 1 or g.wait_s > 0)]
         waits = (
-            (g.steps - 1) * self._routes.of(g.edges).latencies_s.max(initial=0.0) for g in paid
+            g.wait_s + (g.steps - 1) * self._routes.of(g.edges).latencies_s.max(initial=0.0)
+            for g in paid
         )
         return float(max(waits, default=0.0))
 

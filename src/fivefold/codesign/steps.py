@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,9 @@ import numpy.typing as npt
 
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import JobPlan
+from fivefold.codesign.synthesized import KINDS, may_synthesize, synthesized_phases
 from fivefold.collectives.pricing.phases import (
+    Algorithm,
     Phase,
     Tree,
     collective_phases,
@@ -55,6 +57,7 @@ class PhaseGroup:
         steps: Times that each edge's latency is paid.
         coupled: Whether the edges of a phase share one rate.
         tree: Links of a phase that switches aggregate; the edges are its leaves.
+        wait_s: Seconds before they begin.
     """
 
     edges: Edges
@@ -62,13 +65,17 @@ class PhaseGroup:
     steps: int
     coupled: bool = True
     tree: Tree | None = None
+    wait_s: float = 0.0
 
     def phases(self) -> list[Phase]:
         """Write the phases out one by one."""
         return [
-            Phase(tuple(map(tuple, own)), self.edge_bytes, self.steps, self.tree, self.coupled)
+            Phase(
+                tuple(map(tuple, own)), self.edge_bytes, self.steps, self.tree, self.coupled,
+                self.wait_s,
+            )
             for own in self.edges.ranks.tolist()
-        ]
+        ]  # fmt: skip
 
 
 def steps_of(
@@ -100,14 +107,14 @@ def _steps(
         algorithm = "hierarchical"
     trees = 0
     steps: list[list[PhaseGroup]] = []
-    separate = algorithm == "in_network"
+    separate = algorithm in {"in_network", "synthesized"}
     for alike in _equivalent_groups(topology, job, order, axis, separate=separate):
         local = len((host_groups(topology, alike.first) or [()])[0])
         chosen: tuple[str, ...] = ()
         if algorithm == "in_network" and len(alike.first) > 1:
             chosen = tuple(plan.root_of(trees + place) for place in range(local))
             trees += local
-        found = collective_phases(
+        found = _phases(
             topology, alike.first, collective, size_bytes, algorithm=algorithm, roots=chosen,
             every_port=job.mesh is not None,
         )  # fmt: skip
@@ -118,6 +125,20 @@ def _steps(
                 for one in alike.stacked(topology, phases)
             ]
     return steps
+
+
+def _phases(
+    topology: Topology, group: tuple[int, ...], kind: str, size_bytes: float, *,
+    algorithm: Algorithm, **how: Any,
+) -> list[list[Phase]]:  # fmt: skip
+    if algorithm == "synthesized":
+        found = None
+        if kind in KINDS and may_synthesize(topology, group):
+            found = synthesized_phases(topology, group, kind, size_bytes)
+        if found is not None:
+            return found
+        algorithm = "ring_or_tree"
+    return collective_phases(topology, group, kind, size_bytes, algorithm=algorithm, **how)
 
 
 def _at_reached_rate(
@@ -132,7 +153,7 @@ def _at_reached_rate(
     if reached == 1.0:
         return group
     size = group.edge_bytes / reached
-    return PhaseGroup(group.edges, size, group.steps, group.coupled, group.tree)
+    return replace(group, edge_bytes=size)
 
 
 def _is_far(topology: Topology, ranks: IntArray) -> bool:
@@ -170,13 +191,15 @@ class _EquivalentGroups:
         shapes: dict[Hashable, list[int]] = {}
         for place, phase in enumerate(phases):
             far = phase.tree is None and _is_far(topology, np.array(phase.edges))
-            shape = (phase.edge_bytes, phase.steps, phase.coupled, len(phase.edges), far)
+            shape = (*replace(phase, edges=(), tree=None).__dict__.values(), len(phase.edges), far)
             shapes.setdefault((shape, place) if phase.tree else shape, []).append(place)
         found = []
         for places in shapes.values():
             one = phases[places[0]]
             edges = self._edges(tuple(phases[i].edges for i in places), tuple(places), len(phases))
-            found.append(PhaseGroup(edges, one.edge_bytes, one.steps, one.coupled, one.tree))
+            found.append(
+                PhaseGroup(edges, one.edge_bytes, one.steps, one.coupled, one.tree, one.wait_s)
+            )
         return found
 
     def _edges(
@@ -275,7 +298,8 @@ class PlannedRoutes:
         loads, latency_s = np.zeros(topology.num_links), 0.0
         for group in groups:
             routes = self.of(group.edges)
-            latency_s = max(latency_s, group.steps * float(routes.latencies_s.max(initial=0.0)))
+            delay_s = group.wait_s + group.steps * float(routes.latencies_s.max(initial=0.0))
+            latency_s = max(latency_s, delay_s)
             np.add.at(loads, routes.links, group.edge_bytes)
         return float((loads / topology.capacities_bytes_per_s).max(initial=0.0)) + latency_s
 

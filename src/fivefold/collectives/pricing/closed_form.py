@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing.fabric import FabricSpec, Group, Groups
+from fivefold.collectives.pricing.phases import TREE_SHARE
 from fivefold.errors import require_number, require_one_of
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-_TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class _Rings:
             rate = tier.rate_bytes_per_s * self.members[i] * self.reach(i)
             sent_s = share * size_bytes / rate
             slowest = np.where(self.carries[i], np.maximum(slowest, sent_s), slowest)
-        return slowest / _TREE_SHARE
+        return slowest / TREE_SHARE
 
     def filling_s(self, size_bytes: Floats) -> Floats:
         """Return what a pipelined collective needs to fill."""

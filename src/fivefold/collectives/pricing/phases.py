@@ -1,6 +1,7 @@
 """A collective on a graph: phases of flows that end together, and the time that they take alone.
 
-A ring, a hierarchy and a tree of aggregating switches, each as bytes per edge and steps of latency.
+Rings, two trees, halving and doubling, a hierarchy, trees of aggregating switches, and schedules
+that were synthesised, each as bytes per edge and steps of latency.
 These are the closed forms of the schedules in ``fivefold.collectives.algorithms`` (a test compares
 them), without an object per chunk, so that hundreds of jobs can be simulated.
 """
@@ -12,29 +13,37 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
 
-Algorithm = Literal["ring", "hierarchical", "in_network"]
-"""``"ring"``: one ring over all ranks. ``"hierarchical"``: inside hosts first, then one ring per
-place in the host. ``"in_network"``: switches aggregate."""
+Algorithm = Literal[
+    "ring", "ring_or_tree", "halving_doubling", "synthesized", "hierarchical", "in_network"
+]
+"""``"ring"``: one ring over all ranks. ``"ring_or_tree"``: as NCCL does, rings over every adapter
+of a host, and for small all-reduces two trees of hosts. ``"halving_doubling"``: pairs exchange
+halves, quarters and so on, the nearest most. ``"synthesized"``: what a search on the topology
+found. ``"hierarchical"``: inside hosts first, then one ring per place in the host.
+``"in_network"``: switches aggregate."""
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+TREE_SHARE = 0.92  # of a ring's bandwidth, as NCCL's tuner has it
 Edge = tuple[int, int]
 Tree = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Flows that one step of a collective keeps going at one rate."""
+    """Flows that one step of a collective keeps going at one rate, after a wait."""
 
     edges: tuple[Edge, ...]
     edge_bytes: float
     steps: int
     tree: Tree | None = None
     coupled: bool = True
+    wait_s: float = 0.0
 
 
 def collective_phases(
@@ -55,12 +64,17 @@ def collective_phases(
         pairs = tuple((a, b) for a in group for b in group if a != b)
         return [[Phase(pairs, size_bytes / number, steps=1, coupled=False)]]
     rounds = 2 if kind == "all_reduce" else 1
+    if algorithm == "halving_doubling":
+        return [[step] for step in _halving_doubling(group, kind, size_bytes)]
     hosts = ranks_by_host(topology, group)
     equal = len({len(own) for own in hosts}) == 1
-    if every_port and (algorithm == "ring" or not equal):
+    if algorithm in {"ring", "ring_or_tree"} or (every_port and not equal):
+        may_tree = algorithm == "ring_or_tree" and rounds == 2
+        if may_tree and _tree_is_faster(topology, hosts, size_bytes):
+            return [_two_trees(hosts, size_bytes)]
+        if algorithm == "ring" and not every_port:
+            hosts = [tuple(group)]  # one ring, whatever the hosts
         return [_rings(hosts, rounds * size_bytes, rounds=rounds)]
-    if algorithm == "ring":
-        return [[_ring(group, rounds * size_bytes, rounds=rounds)]]
     if not equal:
         raise InfeasibleError(
             f"{group} has not the same number of ranks on each host", hint="use the ring there"
@@ -127,6 +141,86 @@ def _rings(hosts: list[tuple[int, ...]], sent_bytes: float, *, rounds: int) -> l
     return [*phases, Phase(across, passed, steps=rounds * (len(hosts) - 1))]
 
 
+def _two_trees(hosts: list[tuple[int, ...]], size_bytes: float) -> list[Phase]:
+    """Return two trees of hosts, each for half of the data, up and down; a chain inside hosts.
+
+    Hosts that pass on in one tree are leaves of the other one (Sanders, Speck and Traeff, 2009).
+    Each member of a host has trees of its own, as rings have.
+    """
+    number, rails = len(hosts), min(map(len, hosts))
+    across = [
+        (order[place][rail], order[(place - 1) // 2][rail])
+        for order in (hosts, hosts[::-1])
+        for place in range(1, number)
+        for rail in range(rails)
+    ]
+    depth = number.bit_length() - 1
+    phases = []
+    for members in sorted({len(own) for own in hosts if len(own) > 1}):
+        inside = [
+            (own[i], own[(i + 1) % members])
+            for own in hosts
+            if len(own) == members
+            for i in range(members if members > 2 else 1)
+        ]
+        share = size_bytes * (members - 1) / members if members > 2 else size_bytes
+        phases.append(Phase(_both_ways(inside), share, steps=2 * (members - 1)))
+    return [*phases, Phase(_both_ways(across), size_bytes / rails / 2, steps=2 * depth)]
+
+
+def _both_ways(edges: Sequence[Edge]) -> tuple[Edge, ...]:
+    return (*edges, *((target, source) for source, target in edges))
+
+
+def _tree_is_faster(topology: Topology, hosts: list[tuple[int, ...]], size_bytes: float) -> bool:
+    """Return what a library's tuner finds: latency of a route, and the rate of its narrowest link.
+
+    A ring passes by every rank; a tree has the depth of its hosts, and 0.92 of a ring's rate.
+    """
+    if len(hosts) < 3:
+        return False
+
+    def cost(source: int, target: int) -> tuple[float, float]:
+        links = list(topology.shortest_route(source, target))
+        latencies, rates = topology.latencies_s, topology.capacities_bytes_per_s
+        return float(latencies[links].sum()), float(rates[links].min())
+
+    latency_s, rate = cost(hosts[0][0], hosts[-1][0])
+    inside_s = cost(*hosts[0][:2])[0] if len(hosts[0]) > 1 else 0.0
+    units, ranks, rails = len(hosts), sum(map(len, hosts)), min(map(len, hosts))
+    ring_s = 2 * max((units - 1) * latency_s, (ranks - units) * inside_s)
+    ring_s += 2 * size_bytes * (ranks - 1) / ranks / rails / rate
+    tree_s = 2 * max((units.bit_length() - 1) * latency_s, (len(hosts[0]) - 1) * inside_s)
+    tree_s += 2 * size_bytes / rails / rate / TREE_SHARE  # of a host that passes on in one tree
+    return tree_s < ring_s
+
+
+def _halving_doubling(group: Sequence[int], kind: str, size_bytes: float) -> list[Phase]:
+    """Return the steps of recursive halving, doubling, or both; the nearest exchange most.
+
+    Ranks beyond a power of two give what they have to a partner, and take the result from it.
+    """
+    number = len(group)
+    power = 1 << (number.bit_length() - 1)
+    own = size_bytes if kind == "all_reduce" else size_bytes / number
+    pairs = tuple((group[power + i], group[i]) for i in range(number - power))
+    halving = [
+        Phase(
+            tuple((group[i], group[i ^ 1 << k]) for i in range(power)), size_bytes / (2 << k),
+            steps=1, coupled=False,
+        )
+        for k in range(power.bit_length() - 1)
+    ]  # fmt: skip
+    whole = size_bytes if kind != "reduce_scatter" else own
+    before = size_bytes if kind != "all_gather" else own
+    into = [Phase(pairs, before, steps=1, coupled=False)] if pairs else []
+    out = [Phase(tuple((b, a) for a, b in pairs), whole, steps=1, coupled=False)] if pairs else []
+    middle = {"all_gather": halving[::-1], "reduce_scatter": halving}.get(
+        kind, [*halving, *halving[::-1]]
+    )
+    return [*into, *middle, *out]
+
+
 def _tree_phase(topology: Topology, leaves: Sequence[int], root: str, size_bytes: float) -> Phase:
     tree = aggregation_tree(topology, tuple(leaves), root)
     if tree is None:
@@ -166,6 +260,7 @@ def phases_time_s(
     loads = np.zeros(topology.num_links)
     slowest_s = latency_s = 0.0
     for phase in phases:
+        latency_s = max(latency_s, phase.wait_s)
         if phase.tree is not None:
             rate, delay_s = _tree_rate(topology, slots, phase.tree)
             slowest_s = max(slowest_s, phase.edge_bytes / rate)
@@ -174,7 +269,7 @@ def phases_time_s(
         else:
             routes = [route(edge) for edge in phase.edges]
             delay_s = max((route_latency_s(topology, links) for links in routes), default=0.0)
-            latency_s = max(latency_s, phase.steps * delay_s)
+            latency_s = max(latency_s, phase.wait_s + phase.steps * delay_s)
         links = np.fromiter(itertools.chain.from_iterable(routes), np.int64)
         np.add.at(loads, links, phase.edge_bytes)
     busiest_s = float((loads / topology.capacities_bytes_per_s).max(initial=0.0))
