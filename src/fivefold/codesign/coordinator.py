@@ -179,8 +179,9 @@ def _flat_algorithms(
     topology: Topology, groups: Sequence[tuple[int, ...]], choices: Sequence[Algorithm]
 ) -> Iterator[Algorithm]:
     """Yield the algorithms beside rings and trees that may pay for groups that reduce."""
-    if "halving_doubling" in choices and any(len(group) > 2 for group in groups):
-        yield "halving_doubling"
+    for name in ("tree", "halving_doubling"):
+        if name in choices and any(len(group) > 2 for group in groups):
+            yield name
     if "synthesized" in choices and any(may_synthesize(topology, group) for group in groups):
         yield "synthesized"
 
@@ -343,6 +344,14 @@ def _plan_together(
     arbiter = Arbiter(topology, jobs, baseline, allowed, options, progress)
     plan, outcome, floor = _arbitrate(arbiter, singles)
     simulations = arbiter.simulations
+    if arbiter.adopted is not None and simulations < options.budget:
+        # What is best for each alone may be no place to begin from: also share what there is.
+        rest = replace(options, budget=options.budget - simulations)
+        plainly = Arbiter(topology, jobs, baseline, allowed, rest, progress)
+        other_plan, other, _ = _arbitrate(plainly, {})
+        simulations += plainly.simulations
+        if objective_s(jobs, other.completion_s) < objective_s(jobs, outcome.completion_s):
+            arbiter, plan, outcome = plainly, other_plan, other
     # All iterations, and as large a budget as their simulation allows.
     most = max(job.iterations for job in jobs)
     budget = min(options.budget, int(_MOST_EVENTS // max(1, floor.result.events)))

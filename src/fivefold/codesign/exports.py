@@ -36,6 +36,10 @@ _KINDS = {
     "all_reduce": "ALL_REDUCE", "all_to_all": "ALL_TO_ALL", "all_gather": "ALL_GATHER",
     "reduce_scatter": "REDUCE_SCATTER", "broadcast": "BROADCAST", "reduce": "REDUCE",
 }  # fmt: skip
+_IN_ANY_ORDER = {
+    "tree": "double_binary_tree",
+    "halving_doubling": "recursive_halving_doubling",
+}
 _VERSION = "0.0.4"
 
 
@@ -197,8 +201,8 @@ def _reduction(topology: Topology, job: JobSpec, plan: JobPlan) -> Schedule:
     order = [places[rank] for rank in plan.order]
     if plan.algorithm in {"ring", "ring_or_tree"}:
         return build_algorithm("ring", collective, order=order)
-    if plan.algorithm == "halving_doubling":
-        made = build_algorithm("recursive_halving_doubling", collective)
+    if plan.algorithm in _IN_ANY_ORDER:
+        made = build_algorithm(_IN_ANY_ORDER[plan.algorithm], collective)
         renamed = np.array(order, np.int32)
         return made.replaced(sources=renamed[made.sources], targets=renamed[made.targets])
     if plan.algorithm == "synthesized":

@@ -21,12 +21,12 @@ from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
 
 Algorithm = Literal[
-    "ring", "ring_or_tree", "halving_doubling", "synthesized", "hierarchical", "in_network"
+    "ring", "ring_or_tree", "tree", "halving_doubling", "synthesized", "hierarchical", "in_network"
 ]
 """``"ring"``: one ring over all ranks. ``"ring_or_tree"``: as NCCL does, rings over every adapter
-of a host, and for small all-reduces two trees of hosts. ``"halving_doubling"``: pairs exchange
-halves, quarters and so on, the nearest most. ``"synthesized"``: what a search on the topology
-found. ``"hierarchical"``: inside hosts first, then one ring per place in the host.
+of a host, and for small all-reduces ``"tree"``: two trees of hosts. ``"halving_doubling"``: pairs
+exchange halves, quarters and so on, the nearest most. ``"synthesized"``: what a search on the
+topology found. ``"hierarchical"``: inside hosts first, then one ring per place in the host.
 ``"in_network"``: switches aggregate."""
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 TREE_SHARE = 0.92  # of a ring's bandwidth, as NCCL's tuner has it
@@ -68,9 +68,15 @@ def collective_phases(
         return [[step] for step in _halving_doubling(group, kind, size_bytes)]
     hosts = ranks_by_host(topology, group)
     equal = len({len(own) for own in hosts}) == 1
-    if algorithm in {"ring", "ring_or_tree"} or (every_port and not equal):
-        may_tree = algorithm == "ring_or_tree" and rounds == 2
-        if may_tree and _tree_is_faster(topology, hosts, size_bytes):
+    if algorithm in {"ring", "ring_or_tree", "tree"} or (every_port and not equal):
+        if (
+            rounds == 2
+            and len(hosts) > 1
+            and (
+                algorithm == "tree"
+                or (algorithm == "ring_or_tree" and _tree_is_faster(topology, hosts, size_bytes))
+            )
+        ):
             return [_two_trees(hosts, size_bytes)]
         if algorithm == "ring" and not every_port:
             hosts = [tuple(group)]  # one ring, whatever the hosts
@@ -175,9 +181,11 @@ def _both_ways(edges: Sequence[Edge]) -> tuple[Edge, ...]:
 def _tree_is_faster(topology: Topology, hosts: list[tuple[int, ...]], size_bytes: float) -> bool:
     """Return what a library's tuner finds: latency of a route, and the rate of its narrowest link.
 
-    A ring passes by every rank; a tree has the depth of its hosts, and 0.92 of a ring's rate.
+    A ring passes by every rank; a tree has the depth of its hosts, and 0.92 of a ring's rate. Over
+    two hosts each sends half of the data up and half down, else a host that passes on all of it
+    twice (NCCL's tuning.cc; as measured on two hosts, where trees beat what rings can reach).
     """
-    if len(hosts) < 3:
+    if len(hosts) < 2:
         return False
 
     def cost(source: int, target: int) -> tuple[float, float]:
@@ -191,7 +199,7 @@ def _tree_is_faster(topology: Topology, hosts: list[tuple[int, ...]], size_bytes
     ring_s = 2 * max((units - 1) * latency_s, (ranks - units) * inside_s)
     ring_s += 2 * size_bytes * (ranks - 1) / ranks / rails / rate
     tree_s = 2 * max((units.bit_length() - 1) * latency_s, (len(hosts[0]) - 1) * inside_s)
-    tree_s += 2 * size_bytes / rails / rate / TREE_SHARE  # of a host that passes on in one tree
+    tree_s += (1 if units == 2 else 2) * size_bytes / rails / rate / TREE_SHARE
     return tree_s < ring_s
 
 
