@@ -40,12 +40,13 @@ def default_paths(topology: Topology, sources: npt.ArrayLike, targets: npt.Array
 
 
 def _direct_links(topology: Topology) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Return the pairs of neighbouring ranks, sorted, and the widest link that joins each."""
+    """Return the pairs of neighbouring ranks, sorted, and the widest link of each, or the nearest."""
     ranks = topology.rank_of_node
     first, last = ranks[topology.link_sources], ranks[topology.link_targets]
     between = np.flatnonzero((first >= 0) & (last >= 0))
     keys = first[between].astype(np.int64) * topology.num_ranks + last[between]
-    order = np.lexsort((-topology.capacities_bytes_per_s[between], keys))
+    width, delay_s = topology.capacities_bytes_per_s[between], topology.latencies_s[between]
+    order = np.lexsort((delay_s, -width, keys))
     unique, where = np.unique(keys[order], return_index=True)
     return unique, between[order][where].astype(np.int32)
 

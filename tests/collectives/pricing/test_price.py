@@ -1,6 +1,7 @@
 """The three prices of a collective hold together, and the world's own properties hold for each."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from fivefold.collectives.pricing import (
 from fivefold.collectives.schedules import evaluate, named_collective
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Aggregation, Link, Node, SwitchAbility, Topology, switch
+from helpers.networks import looped_networks
 from helpers.night import number_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -138,6 +140,40 @@ def test_a_slower_link_never_makes_it_faster(case, kind, fidelity, slow):
     ]
     assert prices[1] >= prices[0] * (1 - 1e-3)
     assert 0 < fast < math.inf
+
+
+@given(
+    network=looped_networks(most_ranks=8, rates=(1e9, 2e9, 5e9, 25e9), latencies_s=(1e-6,)),
+    place=st.integers(0, 99),
+    factor=st.sampled_from((0.05, 0.3, 0.7)),
+    kind=st.sampled_from(("all_reduce", "all_gather", "reduce_scatter")),
+    fidelity=st.sampled_from(FIDELITIES),
+    size_bytes=st.sampled_from((1e4, 1e8)),
+)
+def test_a_slower_link_of_any_network_never_makes_it_faster(
+    network, place, factor, kind, fidelity, size_bytes
+):
+    links = list(network.links)
+    place %= len(links)
+    rate = links[place].bandwidth_bytes_per_s * factor
+    links[place] = replace(links[place], bandwidth_bytes_per_s=rate)
+    before_s, after_s = (
+        price_s(one, kind, size_bytes=size_bytes, fidelity=fidelity)
+        for one in (network, network.with_links(links))
+    )
+    assert after_s >= before_s * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES[1:])
+def test_of_equally_wide_links_the_nearest_is_taken(fidelity):
+    """A slower one beside it made a message a fifth faster: it was no longer the first of two."""
+    there = [Link("a", "b", bandwidth_bytes_per_s=1e9, latency_s=late) for late in (5e-6, 1e-6)]
+    pair = Topology(
+        "pair", [Node("a", "gpu"), Node("b", "gpu")],
+        [*there, Link("b", "a", bandwidth_bytes_per_s=1e9, latency_s=1e-6)],
+    )  # fmt: skip
+    time_s = price_s(pair, "all_gather", size_bytes=2e3, fidelity=fidelity)
+    assert time_s == pytest.approx(1e-6 + 1e3 / 1e9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
