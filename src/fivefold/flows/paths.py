@@ -40,7 +40,7 @@ def default_paths(topology: Topology, sources: npt.ArrayLike, targets: npt.Array
 
 
 def _direct_links(topology: Topology) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Return the pairs of neighbouring ranks, sorted, and the widest link of each, or the nearest."""
+    """Return pairs of neighbouring ranks, sorted, and their widest link, the nearest of equals."""
     ranks = topology.rank_of_node
     first, last = ranks[topology.link_sources], ranks[topology.link_targets]
     between = np.flatnonzero((first >= 0) & (last >= 0))
