@@ -231,7 +231,7 @@ class _Prices:
             algorithm = "pairwise" if name == "all_to_all" else "ring"
             schedule = build_algorithm(algorithm, named_collective(same, count))
             if same == "all_reduce":
-                schedule = schedule.replicated(_INNER_PIECES)
+                schedule = schedule.replicated(_INNER_PIECES, apart=True)
         if software is not None:
             return self._of_library_s(schedule, software)
         message_s = self.settings.inner_message_s

@@ -479,7 +479,11 @@ class Schedule:
         chunks += np.tile(np.arange(count, dtype=np.int32), self.num_transfers)
         rows = np.repeat(np.arange(self.num_transfers), count)
         finer = self.collective.replicated(count)
-        if self.messages is None or not apart:
+        if not apart:  # a transfer that travels by itself becomes a message, unless times say so
+            said = self.messages is not None or self.has_times
+            own = {} if said else {"messages": rows}
+            return self.selected(rows, collective=finer, chunks=chunks, **own)
+        if self.messages is None:
             return self.selected(rows, collective=finer, chunks=chunks)
         pieces_of = np.tile(np.arange(count), self.num_transfers)
         messages = self.messages[rows].astype(np.int64) * count + pieces_of
