@@ -199,7 +199,11 @@ def test_a_fault_is_found_and_its_line(tmp_path, name, text, old, new, said, lin
     [
         ("t.toml", TITAN.replace("70B", "debugmodel"), "'llama3-debugmodel' is not known"),
         ("t.toml", TITAN.replace('"full"', '"memory_budget"'), "memory_budget"),
-        ("t.toml", TITAN.replace('"full"', '"selective"\nselective_ac_option = "2"'), "'2' is not"),
+        (
+            "t.toml",
+            TITAN.replace('"full"', '"selective"\nselective_ac_option = "two"'),
+            "'two' is not",
+        ),
         ("a.sh", MEGATRON.replace("--seq-length 8192", ""), "does not say seq_length"),
         ("a.sh", MEGATRON.replace("-size ${TP}", "-size $UNSET"), "only the launch decides"),
         (
@@ -222,7 +226,7 @@ def test_what_says_too_little_is_unknown_and_not_ok(tmp_path, name, text, said):
 @pytest.mark.parametrize(
     ("said", "recompute"),
     [
-        ('mode = "selective"', "selective"),
+        ('mode = "selective"', "full"),  # of one layer in two, torchtitan's own default
         ('mode = "selective"\nselective_ac_option = "op"', "selective"),
         ('mode = "selective"\nselective_ac_option = "1"', "full"),
         ('mode = "none"', "none"),
@@ -255,11 +259,11 @@ def test_flags_that_change_nothing_are_read(tmp_path, flags):
         ("deepseek-ai/DeepSeek-V3.2-Exp", None), ("deepseek_v3-debugmodel", None),
         ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"),
         ("meta-llama/Llama-3.2-1B", "llama3.2-1b"), ("vit_b16", None),
-        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"), ("moonshotai/Kimi-K2.5", None),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"), ("moonshotai/Kimi-K2.6", None),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"), ("gpt_oss-20b", "gpt-oss-20b"),
-        ("Qwen/Qwen2.5-Math-7B", None), ("mistralai/Mistral-7B-v0.3", None),
+        ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"), ("mistralai/Mistral-7B-v0.4", None),
         ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b"),
-        ("Qwen/Qwen2.5-7B-Instruct-1048", None), ("mistralai/Mixtral-8x22B-Instruct-v0.1", None),
+        ("Qwen/Qwen2.5-7B-Instruct-1048", None), ("mistralai/Mixtral-8x22B-Instruct-v0.2", None),
     ],
 )  # fmt: skip
 def test_another_size_or_version_of_a_known_model_is_unknown(tmp_path, name, known):
@@ -350,16 +354,17 @@ def test_what_is_written_is_read_back_and_priced_alike(tmp_path, target):
         if plan is None or plan_problem(model, plan) or target_problem(model, plan, target):
             continue
         if target == "megatron":
-            text = f"VOCAB_SIZE={model.vocab}\n" + megatron_script(model, plan, gpus_per_node=8)
+            text = megatron_script(model, plan, gpus_per_node=8, device=CLUSTER.device)
             file = file.with_suffix(".sh")
         elif model.experts is None:
             text, file = torchtitan_config(model, plan), file.with_suffix(".py")
         else:
             continue
         file.write_text(text)
-        found = check_recipe(file, CLUSTER).prediction
-        device = WIDE if target == "megatron" and plan.dtype != "fp32" else CLUSTER.device
-        asked = evaluate_plan(model, device, CLUSTER.fabric, plan=plan)
+        verdict = check_recipe(file, CLUSTER)
+        assert target != "megatron" or verdict.status in {"ok", "memory"}, verdict.message
+        found = verdict.prediction
+        asked = evaluate_plan(model, CLUSTER.device, CLUSTER.fabric, plan=plan)
         assert found.time_s == pytest.approx(asked.time_s, rel=0.05), plan
         assert found.memory.total_bytes == pytest.approx(asked.memory.total_bytes, rel=0.08), plan
         checked += 1

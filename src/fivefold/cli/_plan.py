@@ -59,6 +59,7 @@ with later():
         space_of_target,
         target_problem,
     )
+    from fivefold.strategy.hugging_face import is_configuration, read_model
     from fivefold.strategy.model import ModelSpec
     from fivefold.strategy.plan import degrees_of, overlap_of, settings_of
     from fivefold.strategy.recipes import RecipeVerdict, check_recipes
@@ -245,8 +246,11 @@ def check_folder(
     folder: Path, *, cluster: str, form: Form, model: str | None = None, verbose: bool = False
 ) -> None:
     """Check the recipes of a folder and show what was found; exit code 1 where one is no good."""
-    spec = None if model is None else load_model(model)
-    found = list(check_recipes(folder, load_cluster(cluster), model=spec))
+    spec, reading = None, None
+    if model is not None:
+        spec, reading = read_model(model) if is_configuration(model) else (load_model(model), None)
+    where = load_cluster(cluster)
+    found = list(check_recipes(folder, where, model=spec, model_reading=reading))
     records = [_verdict_record(one) for one in found]
     if form == "json":
         write_json(records)

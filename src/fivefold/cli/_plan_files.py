@@ -225,7 +225,9 @@ def write_plan_files(
     forms: dict[str, Callable[[], str]] = {
         "plan.toml": lambda: plan_to_toml(plan),
         "mesh.json": lambda: json.dumps(device_mesh(plan)) + "\n",
-        "megatron_flags.txt": lambda: " ".join(megatron_flags(job.model, plan)) + "\n",
+        "megatron_flags.txt": lambda: (
+            " ".join(megatron_flags(job.model, plan, device=cluster.device)) + "\n"
+        ),
         "torchtitan_planned.py": lambda: torchtitan_config(job.model, plan, base=base),
         "fivefold_train.toml": lambda: runnable("train", planned, best, cluster, base=base),
     }
@@ -255,7 +257,7 @@ def runnable(
     if target == "torchtitan":
         return torchtitan_config(model, plan, base=base)
     if target == "megatron":
-        return megatron_script(model, plan, gpus_per_node=per_node)
+        return megatron_script(model, plan, gpus_per_node=per_node, device=cluster.device)
     tables = tomllib.loads(trainer_config(model, plan, more=_kept(planned, best)))
     # What the planner's file leaves to defaults is decided here, so that the fingerprint holds.
     config = check_tables(tables, TrainConfig, source="the planned configuration")

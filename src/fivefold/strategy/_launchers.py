@@ -21,6 +21,7 @@ from fivefold.errors import (
 )
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
+from fivefold.strategy.cluster import DeviceSpec
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan
 
@@ -132,8 +133,16 @@ def _refuse(problems: Mapping[str, bool], what: str) -> None:
             )
 
 
-def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
+def megatron_flags(
+    model: ModelSpec, plan: ParallelPlan, *, device: DeviceSpec | None = None
+) -> list[str]:
     """Return the flags of Megatron-LM's ``pretrain_gpt.py`` for a model and a plan.
+
+    Args:
+        model: What is trained.
+        plan: How it is split.
+        device: What it was planned for; its stack says whether gradients have 16 bits. None:
+            Megatron-LM's own 32.
 
     Returns:
         Flags and values, ready to be put behind the script's name. Data, tokenizer, learning rate
@@ -153,12 +162,22 @@ def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
         (['--tensor-model-parallel-size', '8'], True)
     """
     _refuse(_megatron_problems(model, plan), "Megatron-LM has no flags for this plan")
+    narrow = device is not None and device.gradient_bytes == 2
     told = _megatron_plan(model, plan) | _megatron_model(model)
+    told["--grad-reduce-in-bf16"] = narrow and plan.dtype != "fp32"
     return " ".join(words for words, holds in told.items() if holds).split()
 
 
-def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int) -> str:
+def megatron_script(
+    model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int, device: DeviceSpec | None = None
+) -> str:
     """Return a shell script that starts Megatron-LM's ``pretrain_gpt.py`` with a plan.
+
+    Args:
+        model: What is trained.
+        plan: How it is split.
+        gpus_per_node: Processes of a node.
+        device: As of ``megatron_flags``.
 
     Returns:
         The script; it is started on every node, with data and the like as its arguments.
@@ -174,7 +193,7 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
         '#!/usr/bin/env bash'
     """
     # A layout's bars are quoted, which a shell would take for pipes.
-    lines = re.split(r" (?=--)", shlex.join(megatron_flags(model, plan)))
+    lines = re.split(r" (?=--)", shlex.join(megatron_flags(model, plan, device=device)))
     nproc = min(require_whole("gpus_per_node", gpus_per_node), plan.num_gpus)
     nodes = plan.num_gpus // nproc
     return "\n".join(
@@ -184,7 +203,7 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
             "# every node, in Megatron-LM's folder; data, tokenizer, learning rate and more are",
             "# yours: bash THIS --data-path ... --tokenizer-type ... --train-iters ... --lr ...",
             "set -eu",
-            f'torchrun --nnodes "${{NNODES:-{nodes}}}" --nproc-per-node {nproc} \\',
+            f"torchrun --nnodes {nodes} --nproc-per-node {nproc} \\",
             '  --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" \\',
             '  --master-port "${MASTER_PORT:-29500}" pretrain_gpt.py \\',
             *(f"  {line} \\" for line in lines),
@@ -296,7 +315,8 @@ def _megatron_model(model: ModelSpec) -> dict[str, bool]:
     return {
         f"--num-layers {model.num_layers} --hidden-size {model.hidden} "
         f"--num-attention-heads {model.num_heads} --ffn-hidden-size {model.ffn_width} "
-        f"--seq-length {model.seq_len} --max-position-embeddings {model.seq_len}": True,
+        f"--seq-length {model.seq_len} --max-position-embeddings {model.seq_len} "
+        f"--vocab-size {model.vocab}": True,
         f"--group-query-attention --num-query-groups {model.kv_heads}": (
             model.kv_heads != model.num_heads
         ),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.files import read_text
@@ -72,14 +73,21 @@ class RecipeVerdict:
 
 
 def check_recipes(
-    folder: Path, cluster: Cluster, *, model: ModelSpec | None = None
+    folder: Path,
+    cluster: Cluster,
+    *,
+    model: ModelSpec | None = None,
+    model_reading: Reading | None = None,
 ) -> Iterator[RecipeVerdict]:
     """Check every recipe of a folder at any depth, or one file, in the order of their names.
 
     Args:
         folder: Where recipes lie; what is none is passed over.
         cluster: Where they are to run.
-        model: The model that the recipes train, where they do not say its sizes.
+        model: The model that the recipes train, where they neither say its sizes nor name one that
+            is known.
+        model_reading: The account of the file that it was read from: what is decisive there is so
+            for the verdicts that it is used for.
 
     Raises:
         ConfigurationError: The folder holds no recipe.
@@ -87,7 +95,7 @@ def check_recipes(
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
     count = 0
     for path in [one for one in paths if one.suffix in _ENDINGS and one.is_file()][:_MOST_FILES]:
-        verdict = check_recipe(path, cluster, model=model)
+        verdict = check_recipe(path, cluster, model=model, model_reading=model_reading)
         if verdict is not None:
             count += 1
             yield verdict
@@ -99,9 +107,13 @@ def check_recipes(
 
 
 def check_recipe(
-    path: Path, cluster: Cluster, *, model: ModelSpec | None = None
+    path: Path,
+    cluster: Cluster,
+    *,
+    model: ModelSpec | None = None,
+    model_reading: Reading | None = None,
 ) -> RecipeVerdict | None:
-    """Check one file; None where it is no recipe."""
+    """Check one file, as ``check_recipes`` does; None where it is no recipe."""
     reading = Reading(str(path))
     try:
         text = read_text(path)
@@ -125,17 +137,19 @@ def check_recipe(
             path=path, program=found.program, status="no training", message=found.no_training,
             reading=reading,
         )  # fmt: skip
-    verdict = _judged(path, text, found, cluster, model)
+    told = Told(
+        found.reader, found.settings, path=path, cluster=cluster, model=model,
+        model_reading=model_reading,
+    )  # fmt: skip
+    verdict = _judged(path, text, found, told)
     verdict.reading.log()
     return verdict
 
 
-def _judged(
-    path: Path, text: str, found: Found, cluster: Cluster, model: ModelSpec | None
-) -> RecipeVerdict:
-    told = Told(found.reader, found.settings, path=path, cluster=cluster, model=model)
+def _judged(path: Path, text: str, found: Found, told: Told) -> RecipeVerdict:
+    cluster = told.cluster
     try:
-        if found.trouble is not None and (model is None or found.reader not in _READERS):
+        if found.trouble is not None and (told.model is None or not found.sizes):
             raise UnknownError(found.trouble[0], hint=found.trouble[1])
         spec, plan = _fivefold(told, found) if found.table else _READERS[found.reader](told)
         cluster.require(plan.num_gpus)
@@ -149,13 +163,40 @@ def _judged(
         prediction = evaluate_plan(spec, told.device, cluster.fabric, plan=plan)
     except FivefoldError as error:
         return _failed(path, text, found, told, error, refused=bool(found.table))
-    for name, fields in told.largest.items():
-        other = dataclasses.replace(spec, **fields)
-        most = evaluate_plan(other, told.device, cluster.fabric, plan=plan).memory.total_bytes
-        told.widen(name, (0.9, max(1.0, most / prediction.memory.total_bytes)))
-    if told.elastic:
-        told.widen("GPUs", _span(spec, plan, told, prediction.memory.total_bytes))
+    total = prediction.memory.total_bytes
+    for name, ends in told.spans.items():
+        least, most = (_bytes(dataclasses.replace(spec, **end), plan, told) for end in ends)
+        told.widen(name, (min(least or 0.0, total) / total, max(most or math.inf, total) / total))
+    if told.elastic == "another":
+        told.widen("GPUs", _span(spec, plan, told, total))
+    elif told.elastic and not prediction.fits:
+        least = min(_on_more(found, told, plan), default=total)
+        told.widen("GPUs", (min(least, total) / total, 1.0))
     return _sized(path, text, found, told, spec, prediction)
+
+
+def _bytes(model: ModelSpec, plan: ParallelPlan, told: Told, **changed: Any) -> float | None:
+    """Return the memory of a plan with some fields changed; None where it cannot be."""
+    try:
+        plan = dataclasses.replace(plan, **changed)
+        found = evaluate_plan(model, told.device, told.cluster.fabric, plan=plan)
+    except FivefoldError:
+        return None
+    return found.memory.total_bytes
+
+
+def _on_more(found: Found, told: Told, plan: ParallelPlan) -> Iterator[float]:
+    """Yield the memory of a recipe on more GPUs than the fewest that it needs."""
+    for count in (plan.num_gpus << power for power in range(1, 11)):
+        cluster = dataclasses.replace(told.cluster, num_gpus=count)
+        more = Told(found.reader, found.settings, path=told.path, cluster=cluster, model=told.model)
+        try:
+            model, other = _READERS[found.reader](more)
+            cluster.require(other.num_gpus)
+        except FivefoldError:  # a batch that is no multiple, or more than there are
+            continue
+        if other.num_gpus == count and (needs := _bytes(model, other, more)):
+            yield needs
 
 
 def _span(
@@ -165,12 +206,8 @@ def _span(
     found: list[float] = [total_bytes]
     for data in [*(1 << power for power in range(plan.data.bit_length())), 64 * plan.data]:
         whole = plan.micro_batch * data * plan.num_micro_batches
-        try:
-            other = dataclasses.replace(plan, data=data, global_batch=whole, shard=None)
-            priced = evaluate_plan(model, told.device, told.cluster.fabric, plan=other)
-        except FivefoldError:  # fewer than the program allows
-            continue
-        found.append(priced.memory.total_bytes)
+        changed = {"data": data, "global_batch": whole, "shard": None}
+        found.append(_bytes(model, plan, told, **changed) or total_bytes)
     return min(found) / total_bytes, max(found) / total_bytes
 
 
@@ -198,7 +235,7 @@ def _sized(
 ) -> RecipeVerdict:
     """Return the verdict on a recipe that was priced, by its memory."""
     needs, has = prediction.memory.total_bytes, told.device.memory_bytes
-    reading, turned = told.verdict_account(needs, has)
+    reading, turned = told.verdict_account(prediction.memory, has)
     message = f"needs {format_bytes(needs)} of {format_bytes(has)} a GPU"
     verdict = RecipeVerdict(
         path=path, program=found.program, status="ok", message=message, reading=reading,
@@ -208,7 +245,7 @@ def _sized(
         names = ", ".join(note.name for note in reading.decisive()[:4])
         return dataclasses.replace(
             verdict, status="unknown", message=f"{message}; {names} could turn that over",
-            hint=f"say or leave out {names}", line=_line_of(text, names),
+            hint=_advice(reading), line=_line_of(text, names),
         )  # fmt: skip
     if needs <= has:
         return verdict
@@ -220,6 +257,32 @@ def _sized(
         "plan searches for one that fits",
         line=_line_of(text, "micro_batch"),
     )
+
+
+def _advice(reading: Reading) -> str:
+    """Return what to add to a recipe, or take from it, for a verdict."""
+    said = []
+    for note in [note for note in reading.assumed if note.decisive][:4]:
+        branch = note.name.removeprefix("branch with ")
+        own = _ADVICE.get(note.name, f"say {note.name}")
+        said.append(own if branch == note.name else f"give {branch} outside of a branch")
+    left = [note.name for note in reading.left_out if note.decisive]
+    if left:
+        more = "" if len(left) <= _NAMED else f" and {len(left) - _NAMED} more"
+        said.append(f"check a copy without {', '.join(left[:_NAMED])}{more}")
+    return "; ".join(said)
+
+
+_NAMED = 4  # of those left out
+_ADVICE = {
+    "GPUs": "say how many GPUs, as in --cluster h100-nemo:64",
+    "vocabulary": "say vocab_size",
+    "sequence length": "say how many tokens samples have at most",
+    "products": "say bf16 or fp16",
+    "tower": "a recipe of the text alone has a verdict",
+    "micro-batch": "check it without packing, with samples of full length",
+    "plan": "give the job a [plan]",
+}  # fmt: skip
 
 
 def _fivefold(told: Told, found: Found) -> tuple[ModelSpec, ParallelPlan]:

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from fivefold.strategy._recipes.models import named_model
+from fivefold.strategy._recipes.models import chosen_model, named_model
 from fivefold.strategy._recipes.told import Told, UnknownError
 from fivefold.strategy.model import BLOCKS, ModelSpec
 from fivefold.strategy.parts import LowRankAdapters
@@ -20,15 +20,17 @@ _DEGREES = {
     "context": ("cp_size", "context_parallel_size"),
     "expert": ("ep_size", "expert_parallel_size", "expert_model_parallel_size"),
 }
-_UNSAID_LENGTH = 2048
+_UNSAID_LENGTH, _LONGEST = 2048, 65_536
+# Public data whose samples are no longer, in tokens of any usual vocabulary.
+_SHORT_DATA = {"squad": 1280, "hellaswag": 384, "gsm8k": 1280, "glue_mrpc": 512}
 
 
 def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     """Return model and plan of a recipe around a named model; its stack goes to the device."""
     names = ("pretrained_model_name_or_path", "config", "model_name", "hf_model_id",
              "run.model_train_name")  # fmt: skip
-    model = told.model or named_model(_name(told, *names))
-    model = _adapted(told, dataclasses.replace(model, seq_len=_length(told)))
+    model = chosen_model(told, _name(told, *names))
+    model = adapted(told, dataclasses.replace(model, seq_len=_length(told)))
     degrees: dict[str, Any] = {
         axis: max(1, told.whole(*own, default=1)) for axis, own in _DEGREES.items()
     }
@@ -52,9 +54,7 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
             raise UnknownError(message, hint="name a cluster with nodes like those")
         data = told.gpus(said, split, allows) // split
     whole = batch or micro * data
-    if told.on("sequence_packing.enabled", "dynamic_batching.enabled"):
-        why = "samples are packed, so that micro-batches have other lengths"
-        told.assume("micro-batch", micro, why, memory=(0.25, 2.0))
+    _packed(told, model, micro)
     told.refuse_unless(
         whole % (micro * data) == 0,
         f"global_batch_size={whole} is not a multiple of the micro-batch x data-parallel ranks = "
@@ -85,8 +85,12 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     if told.text("launch.backend") == "megatron_cfg":
         zero = 1
     moved = told.on("cpu_offload", "offload_policy") and zero == 3
+    _teacher(told, model, micro, sharing=sharing if zero else 1)
     schedule, virtual, micro = _pipeline(told, model, degrees["pipeline"], micro)
+    narrow = told.text("launch.backend") == "megatron_cfg" and degrees["tensor"] > 1
+    narrow = narrow and told.whole("expert_tensor_parallel_size", default=1) == 1
     plan = ParallelPlan(
+        expert_tensor=1 if narrow and model.experts else None,
         global_batch=whole, micro_batch=micro, schedule=schedule,  # type: ignore[arg-type]
         virtual=virtual, pipeline_overlap=virtual > 1, data=data, **degrees, zero=zero,
         shard=sharing // copies if copies > 1 and zero else None,
@@ -95,6 +99,33 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
         offload_weights=moved, offload_optimizer=moved, dtype=_product_type(told),
     )  # fmt: skip
     return model, plan
+
+
+def _teacher(told: Told, model: ModelSpec, micro: int, *, sharing: int) -> None:
+    """Note what a teacher keeps beside the model: its weights in 16 bits, and its logits."""
+    name = told.get("teacher_model.pretrained_model_name_or_path")
+    if name is None:
+        return
+    teacher = named_model(str(name), beside=told.path.parent)
+    logits = micro * model.seq_len * teacher.spec.vocab
+    layer = teacher.spec.num_parameters / max(teacher.spec.num_layers, 1)
+    weights = 2.0 * teacher.spec.num_parameters / sharing + 4.0 * layer
+    told.assume("teacher", teacher.spec.name, "its weights and logits lie beside the model",
+                added=weights * (1.5 if teacher.tower else 1.0) + 12.0 * logits)  # fmt: skip
+
+
+def _packed(told: Told, model: ModelSpec, micro: int) -> None:
+    """Note what packing makes of a micro-batch: so many tokens at most."""
+    tokens = 0
+    for name in ("sequence_packing", "dynamic_batching"):
+        if told.on(f"{name}.enabled"):
+            tokens = told.whole(f"{name}.train_mb_tokens", default=2 * micro * model.seq_len)
+        else:
+            told.idle("it is off", f"{name}.train_mb_tokens")
+    if tokens:
+        why = f"samples are packed: a micro-batch has {tokens} tokens at most"
+        most = max(1.0, tokens / (micro * model.seq_len))
+        told.assume("micro-batch", micro, why, memory=(0.25, most))
 
 
 def _pipeline(told: Told, model: ModelSpec, stages: int, local: int) -> tuple[str, int, int]:
@@ -130,21 +161,35 @@ def _name(told: Told, *names: str) -> str:
     found = told.get(*names)
     if isinstance(found, str):
         return found
-    if told.get("num_layers", "num_hidden_layers") is not None:
+    if told.model is None and told.get("num_layers", "num_hidden_layers") is not None:
         message = "the model's sizes stand in the recipe in a form that has no reader here"
         raise UnknownError(message, hint="give its config.json with --model")
     return ""
 
 
 def _length(told: Told) -> int:
-    packed = told.whole("packed_sequence_size", default=0)
+    lengths = ("packed_sequence_size", "pack_size")
+    packed = max(told.whole(name, default=0) for name in lengths)
+    if packed:
+        told.idle("packed samples have another length", "seq_length", "max_length")
+    else:
+        told.idle("samples are not packed", *(name for name in told.settings if name.startswith(
+            ("split_across_pack", "packing_", "pretokenize", "drop_long_samples"))))  # fmt: skip
     length = packed or told.whole("seq_length", "seq_len", "max_length", "max_seq_length",
                                   "max_total_sequence_length", default=0)  # fmt: skip
     if length:
+        told.idle("another setting says how long samples are", "max_length", "max_seq_length")
         return length
-    why = "the recipe does not say how long samples are"
-    told.assume("sequence length", _UNSAID_LENGTH, why, memory=(0.3, 2.0))
-    return _UNSAID_LENGTH
+    names = ("dataset.path_or_dataset", "dataset.dataset_name", "dataset._target_")
+    said = " ".join(told.text(name) for name in names if name in told.settings)
+    known = next((name for name in _SHORT_DATA if name in said), None)
+    if known is not None:
+        most, why = _SHORT_DATA[known], f"no sample of {known} is longer"
+    else:
+        most, why = _LONGEST, "the recipe does not say how long samples are"
+    value = min(most, _UNSAID_LENGTH)
+    told.assume_model("sequence length", value, why, least={"seq_len": 64}, most={"seq_len": most})
+    return value
 
 
 def _recompute(told: Told) -> str:
@@ -155,7 +200,7 @@ def _recompute(told: Told) -> str:
     return "none" if mode in {"false", "none", "0"} else "full"
 
 
-def _adapted(told: Told, model: ModelSpec) -> ModelSpec:
+def adapted(told: Told, model: ModelSpec) -> ModelSpec:
     """Return the model with the adapters that ``peft`` describes."""
     rank = told.whole("peft.dim", "peft.r", "peft.adapter_dim", "peft.lora_tuning.adapter_dim",
                       default=0)  # fmt: skip
@@ -174,6 +219,10 @@ def _adapted(told: Told, model: ModelSpec) -> ModelSpec:
     if wanted and not told.on("peft.match_all_linear"):
         patterns = [wanted] if isinstance(wanted, str) else list(map(str, wanted))
         chosen = [name for name in modules if any(_means(one, name) for one in patterns)]
+        others = [one for one in patterns if not any(_means(one, name) for name in modules)]
+        if others and chosen:
+            why = f"no matrix here is called {', '.join(others)}"
+            told.unpriced("peft.target_modules", why, memory=(0.9, 1.1))
     without = told.get("peft.exclude_modules", default=[]) or []
     patterns = [without] if isinstance(without, str) else list(map(str, without))
     chosen = [name for name in chosen if not any(_means(one, name) for one in patterns)]
@@ -186,26 +235,52 @@ def _adapted(told: Told, model: ModelSpec) -> ModelSpec:
     return dataclasses.replace(model, adapters=adapters)
 
 
+# Matrices of Megatron, which joins some, and of NeMo's launcher.
+_OF_MEGATRON = {
+    "linear_qkv": {"q_proj", "k_proj", "v_proj"}, "linear_proj": {"o_proj"},
+    "linear_fc1": {"gate_proj", "up_proj"}, "linear_fc2": {"down_proj"},
+    "linear_q_proj": {"q_proj"}, "linear_q_down_proj": {"q_a_proj"},
+    "linear_q_up_proj": {"q_b_proj"}, "linear_kv_down_proj": {"kv_a_proj_with_mqa"},
+    "linear_kv_up_proj": {"kv_b_proj"}, "attention_qkv": {"q_proj", "k_proj", "v_proj"},
+    "attention_dense": {"o_proj"}, "mlp_fc1": {"gate_proj", "up_proj"}, "mlp_fc2": {"down_proj"},
+}  # fmt: skip
+
+
 def _means(pattern: str, module: str) -> bool:
     """Return whether a pattern of module names, which may hold the path above, means a module."""
     last = pattern.rsplit(".", maxsplit=1)[-1]
+    if last in _OF_MEGATRON:
+        return module in _OF_MEGATRON[last]
     return fnmatch.fnmatchcase(module, last) or last == "all-linear"
 
 
+_FUSED = {"", "none", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "te"}
+
+
 def _stack(told: Told) -> None:
-    """Change the stack as the recipe says: types of parameters, gradients and states."""
+    """Change the stack as the recipe says: attention, types of gradients and states."""
+    attention = told.text("attn_implementation")
+    if attention == "eager" or told.off("use_flash_attention"):
+        told.device = dataclasses.replace(told.device, fused_attention=False)
+    elif attention not in _FUSED:
+        told.unpriced("attn_implementation", "priced as fused attention", memory=(0.7, 2.0))
     if told.text("launch.backend") == "megatron_cfg":
         return
     kind = told.text("torch_dtype", "dtype", default="bf16").removeprefix("torch.")
     wide = kind in {"float32", "fp32"} or told.program == "nemo-rl"
     optimizer = told.text("optimizer._target_", "optimizer.name", default="adam")
     gradients, states = (4.0, 10.0) if wide else (2.0, 4.0)
+    rest = told.on("optimizer.store_param_remainders", "optimizer.kwargs.store_param_remainders")
     if told.on("optimizer.master_weights", "optimizer.kwargs.master_weights") and not wide:
-        states = 12.0
+        # Master weights are whole, or the 16 bits that the weights lack.
+        states = 10.0 if rest else 12.0
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         word = told.text(f"optimizer.{name}", f"optimizer.kwargs.{name}")
         if "16" in word and (wide or states > 4.0):
             states -= 2.0
+    if "flashadam" in optimizer:  # moments of 8 bits with scales, and bits that the weights lack
+        bits = told.whole("optimizer.master_weight_bits", default=24)
+        states = 2.2 + max(bits - 16, 0) / 8
     if not any(word in optimizer for word in ("adam", "none")):
         own = next(name for name in ("optimizer._target_", "optimizer.name") if told.get(name))
         told.unpriced(own, "its states are priced as Adam's", memory=(0.4, 1.2))

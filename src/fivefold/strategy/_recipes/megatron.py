@@ -7,11 +7,13 @@ switched off, what it refuses is refused, and nothing else is.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from typing import Any
 
 from fivefold.strategy._launchers import chunk_layout
-from fivefold.strategy._recipes.models import named_model
+from fivefold.strategy._recipes.automodel import adapted
+from fivefold.strategy._recipes.models import assume_tower, named_model
 from fivefold.strategy._recipes.told import ANY, Setting, Told, UnknownError
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import LatentAttention, MambaMixer, MixtureOfExperts
@@ -51,7 +53,10 @@ _DROPS = {"core_attn": "scores", "layernorm": "norm", "moe_act": "activation",
 _SHARING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
 _LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
-_LARGEST_VOCABULARY = 262_144
+_RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_LOG = logging.getLogger(__name__)
+_LEAST_VOCABULARY, _LARGEST_VOCABULARY = 8192, 262_144
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _MAMBA = ("mamba_head_dim", "mamba_state_dim", "mamba_num_heads", "mamba_num_groups")
 _SIZES = (
@@ -68,7 +73,12 @@ _PLAIN_TYPES = {"", "auto", "flash", "fused"}
 def read_megatron(told: Told) -> Recipe:
     """Return model and plan of a recipe of Megatron-LM; its stack goes to ``told.device``."""
     degrees: dict[str, Any] = {axis: told.degree(axis, *names) for axis, names in _DEGREES.items()}
-    model = _model(told, degrees)
+    model = adapted(told, _model(told, degrees))
+    if "launch.tower" in told.settings:
+        assume_tower(told, "the model", frozen=told.on("mm_cfg.vision_encoder.freeze"))
+        if told.on("mm_cfg.llm.freeze"):
+            why = "the language model is priced as trained"
+            told.unpriced("mm_cfg.llm.freeze", why, memory=(0.1, 1.0))
     micro = told.whole("micro_batch_size")
     data = _replicas(told, model, degrees, micro)
     whole = _global_batch(told, default=micro * data)
@@ -155,11 +165,18 @@ def _refuse(
         (moe is None or gpus % whole_split == 0, dealt, "experts are dealt out over all ranks"),
     )
     fsdp, own = told.on("use_torch_fsdp2"), "--use-torch-fsdp2 shards by itself"
+    fixed = told.on("deterministic_mode")
     more = (
         (not fsdp or stages == 1, f"{own}: pipeline={stages} is refused", "one stage"),
         (not fsdp or expert == 1, f"{own}: expert={expert} is refused", "leave experts whole"),
         (not fsdp or not told.on("use_distributed_optimizer"),
          f"{own}: --use-distributed-optimizer is refused", "leave it out"),
+        (not fsdp or not model.tied, f"{own}: embeddings tied to the head are refused",
+         "add --untie-embeddings-and-output-weights"),
+        (not fixed or not told.on("tp_comm_overlap"),
+         "deterministic_mode and tp_comm_overlap are both on", "choose one"),
+        (not fixed or not told.on("cross_entropy_loss_fusion"),
+         "deterministic_mode and cross_entropy_loss_fusion are both on", "choose one"),
         (not told.on("bf16") or not told.on("fp16"), "bf16 and fp16 are both on", "choose one"),
         (not told.on("swiglu") or not told.on("squared_relu"),
          "swiglu and squared_relu are both on", "choose one"),
@@ -264,11 +281,13 @@ def _recompute(told: Told, virtual: int) -> tuple[str, int | None]:
     count = told.whole("recompute_num_layers", "activations_checkpoint_num_layers", default=0)
     if how == "full":
         if told.settings.get("recompute_granularity", _NONE).given:
-            given = method in {"uniform", "block"} and count > 0
+            given = method in {"uniform", "block"} and told.gives("recompute_num_layers")
+            given = given and (count > 0 or method == "block")
             message = "recompute_granularity full needs recompute_method and recompute_num_layers"
             told.refuse_unless(given, message, "uniform and 1 recompute each layer")
-        some = count * virtual if method == "block" else 0
-        return "full", some or None
+        if method == "block":
+            return ("full", count * virtual) if count else ("none", None)
+        return "full", None
     if how != "selective" and not told.on("recompute_activations"):
         return "none", None
     words = re.findall(r"\w+", str(modules or "core_attn"))
@@ -340,6 +359,8 @@ def _offloaded(told: Told) -> dict[str, Any]:
 
 def _stack(told: Told) -> None:
     """Change the stack as the recipe says: attention, types of gradients and states."""
+    if told.off("megatron_amp_o2"):
+        told.unpriced("megatron_amp_o2", "weights are priced in 16 bits", memory=(0.8, 2.0))
     device, backend = told.device, told.text("attention_backend")
     local = told.text("transformer_impl", default="transformer_engine") == "local"
     flash = told.on("use_flash_attn", "use_flash_attention")
@@ -360,6 +381,11 @@ def _stack(told: Told) -> None:
 def _gradients(told: Told) -> dict[str, Any]:
     """Return the widths of gradients in memory and on the wire, where the recipe decides them."""
     main, narrow = _width(told, "main_grads_dtype"), told.on("grad_reduce_in_bf16")
+    if told.on("use_torch_fsdp2"):  # which keeps them in the type of the weights
+        told.on("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32")
+        return {"gradient_bytes": 2.0, "gradient_wire_bytes": 4.0}
+    if sync := _width(told, "optim.grad_sync_dtype"):  # NeMo's optimizer keeps sums as it sends
+        return {"gradient_bytes": sync, "gradient_wire_bytes": sync}
     wide = told.on("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32")
     if narrow:
         return {"gradient_bytes": 2.0, "gradient_wire_bytes": 2.0}
@@ -395,10 +421,29 @@ def _product_type(told: Told) -> str:
 
 
 def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
-    if told.model is not None:
-        length = told.whole("seq_length", "encoder_seq_length", default=told.model.seq_len)
-        told.idle("the model is given beside the recipe", *_SIZES)
-        return dataclasses.replace(told.model, seq_len=length)
+    """Return the model of the recipe's own sizes; the given one where they stand elsewhere."""
+    if told.model is None:
+        return _own_model(told, degrees)
+    told_here = any(told.gives(name) for name in ("num_layers", *_PATTERNS))
+    if told_here and told.gives("hidden_size"):
+        try:
+            return _own_model(told, degrees)
+        except UnknownError:  # such as a layer that has no price, where a config.json may have
+            _LOG.debug("%s: the given model is used", told.path)
+    given = told.model
+    for name, size in {"num_layers": given.num_layers, "hidden_size": given.hidden,
+                       "num_attention_heads": given.num_heads}.items():  # fmt: skip
+        if told.gives(name) and told.whole(name) != size:
+            message = f"{name} is {told.whole(name)} in the recipe, {size} in the given model"
+            raise UnknownError(message, hint="give the config.json of the model that it trains")
+    length = told.whole("seq_length", "encoder_seq_length", default=given.seq_len)
+    told.assume("model", given.name, "as given: the recipe does not say its sizes")
+    told.adopt(told.model_reading, of="the model")
+    told.idle("the model is given beside the recipe", *_SIZES)
+    return dataclasses.replace(given, seq_len=length)
+
+
+def _own_model(told: Told, degrees: dict[str, int]) -> ModelSpec:
     _refuse_unpriced(told)
     hidden = told.whole("hidden_size")
     activation = told.text("activation", "activation_func")
@@ -436,7 +481,7 @@ def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
     return ModelSpec(
         name=told.path.stem, num_layers=layers, hidden=hidden, num_heads=heads,
         vocab=_vocabulary(told, degrees["tensor"]), ffn=inner, gated=gated,
-        seq_len=told.whole("seq_length", "encoder_seq_length", "data.seq_length"),
+        seq_len=_length(told),
         num_kv_heads=groups if said and latent is None else None,
         head_dim=told.whole("qk_head_dim", default=128) if latent
         else width or None,
@@ -446,6 +491,13 @@ def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
         mamba=_mamba(told, hidden) if "M" in pattern else None,
         predicted_tokens=told.whole("mtp_num_layers", default=0), **window,
     )  # fmt: skip
+
+
+def _length(told: Told) -> int:
+    if samples := told.whole("max_seq_length", default=0):  # of NeMo's fine-tuning data
+        told.idle("samples of the data are no longer", "seq_length", "encoder_seq_length")
+        return samples
+    return told.whole("seq_length", "encoder_seq_length", "data.seq_length")
 
 
 def _refuse_unpriced(told: Told) -> None:
@@ -467,12 +519,16 @@ def _refuse_unpriced(told: Told) -> None:
 
 def _layers(told: Told) -> tuple[int, str]:
     """Return the number of layers and, of hybrid models, the pattern."""
-    pattern = str(told.get("hybrid_layer_pattern", "hybrid_override_pattern", default=""))
+    pattern = str(told.get(*_PATTERNS, default=""))
     if not pattern:
         spec = str(told.get("spec", default=""))
-        ratios = [told.number(name, default=0.0) > 0
-                  for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio")]  # fmt: skip
+        ratios = [told.number(name, default=0.0) > 0 for name in _RATIOS]
         module = f"{told.text('launch.module')} {spec}"
+        layers = told.whole("num_layers", default=0)
+        own = re.sub(r"[\w.]*mamba_layer_specs|mamba_stack_spec|[\[\]',\s]", "", spec)
+        hybrid = re.search("mamba|hybrid", told.text("launch.module"))
+        if layers and not own and any(ratios) and hybrid:
+            return layers, _spread(layers, *(told.number(name, default=0.0) for name in _RATIOS))
         if told.on("is_hybrid_model") or any(ratios) or re.search("mamba|hybrid", module):
             message = "a hybrid model whose pattern of layers is not said has no price here"
             raise UnknownError(message, hint="add hybrid_layer_pattern, such as M-M*-")
@@ -487,6 +543,27 @@ def _layers(told: Told) -> tuple[int, str]:
     told.idle("the pattern says which layers there are", "spec", "hybrid_attention_ratio",
               "hybrid_mlp_ratio", "is_hybrid_model")  # fmt: skip
     return len(main), main
+
+
+def _spread(layers: int, attention: float, mlp: float) -> str:
+    """Return Megatron-LM's pattern of a model of which only the shares of layers are said.
+
+    Attention is spread evenly between layers of Mamba, then feed-forward layers between the rest.
+    """
+    pattern = ["M"] * layers
+    for letter, share in (("*", attention), ("-", mlp)):
+        count, free = round(layers * share), [i for i in range(layers) if pattern[i] == "M"]
+        if not count:
+            continue
+        gap = (len(free) - count) / (count + (letter == "*"))
+        left = gap
+        for place in free:
+            if left < 0.5:  # to the nearest layer
+                pattern[place] = letter
+                left += gap
+            else:
+                left -= 1
+    return "".join(pattern)
 
 
 def _mamba(told: Told, hidden: int) -> MambaMixer:
@@ -570,12 +647,14 @@ def _vocabulary(told: Told, tensor: int) -> int:
         if "gpt2" in told.text("tokenizer_type"):
             return -(-50257 // unit) * unit
         try:  # a known model's own tokenizer has as many words as the model
-            known = named_model(str(told.get("tokenizer_model", default="")))
+            name = str(told.get("tokenizer_model", default=""))
+            known = named_model(name, beside=told.path.parent).spec
         except UnknownError:  # or the launch names it
             known = None
         if known is not None:
             return known.vocab
         why = "the tokenizer decides it, and it is not here"
-        told.assume_model("vocabulary", 51200, why, others={"vocab": _LARGEST_VOCABULARY})
+        told.assume_model("vocabulary", 51200, why, least={"vocab": _LEAST_VOCABULARY},
+                          most={"vocab": _LARGEST_VOCABULARY})  # fmt: skip
         return 51200
     return -(-vocab // unit) * unit if told.program == "megatron" else vocab

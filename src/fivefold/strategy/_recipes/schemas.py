@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ _SAYS = {"num_layers", "hidden_size", "hybrid_layer_pattern", "hybrid_override_p
 _STARTERS = re.compile(
     r"(^|/)(torchrun|python[\d.]*|srun|mpirun|deepspeed|accelerate|ray|uv|bash)$"
 )
+_OUR_OWN, _NONE = "planned by fivefold", Setting("$@", value=None)
 # Scripts that train no model, by the words of their names.
 _NO_TRAINING = re.compile(
     r"inference|generat|server|convert|export|preprocess|quantize|ptq|prune|evaluat|(^|_)eval|"
@@ -57,7 +59,8 @@ _MOST_FILES = 20  # that one recipe stands on
 class Found:
     """A recipe that was recognised.
 
-    ``reader`` is the program whose words it speaks; ``trouble`` says why it cannot be judged.
+    ``reader`` is the program whose words it speaks; ``trouble`` says why it cannot be judged, which
+    a model given beside it mends where only ``sizes`` are missing.
     """
 
     program: Program
@@ -66,6 +69,7 @@ class Found:
     table: Mapping[str, Any] = field(default_factory=dict)
     no_training: str = ""
     trouble: tuple[str, str] | None = None
+    sizes: bool = False
 
 
 class UnreadableError(FivefoldError):
@@ -170,6 +174,8 @@ def _of_script(path: Path, text: str) -> Found | None:
         return Found("megatron", trouble=(message, "check a script for each"))
     settings = _launched(script, launch)
     settings |= _flags(words)
+    if _OUR_OWN in text:  # whose head says what is given behind it: data, learning rate
+        settings["data.appended"] = Setting(settings.pop("words.$@", _NONE).written, "$@")
     settings["launch.module"] = Setting("program", module, inherited=True)
     if _OTHER_KIND.search(module.lower()):
         message = f"{module} trains a model of another kind than a language model's decoder"
@@ -236,7 +242,9 @@ def _launched(script: Script, launch: list[str]) -> Settings:
         if known is not None and f"launch.{known}" not in found and re.search(r"\d", value):
             found[f"launch.{known}"] = Setting(name, value)
     asked = [
-        name for name in script.variables.defaulted if re.search(r"NODE|GPU|WORLD|NPROC", name)
+        name
+        for name in script.variables.defaulted
+        if re.search(r"NODE|GPU|WORLD|NPROC", name) and "RANK" not in name
     ]
     if asked:
         found["launch.default"] = Setting(asked[0], "its default", inherited=True)
@@ -366,7 +374,8 @@ def _primus(path: Path, table: Mapping[str, Any]) -> Found | None:
         if base is None and folder == "models":
             settings = _named(own, {})
             message = f"the model stands in {tail}, which is not here"
-            return Found("primus", "primus", settings, trouble=(message, "check it in its tree"))
+            hint = "check it in its tree"
+            return Found("primus", "primus", settings, trouble=(message, hint))
         if base is not None:
             found, _ = _inherited(base, "extends", "bases", "includes")
             inherited |= found
@@ -374,12 +383,18 @@ def _primus(path: Path, table: Mapping[str, Any]) -> Found | None:
     settings = {
         key: Setting(key, _defaulted(value), inherited=True) for key, value in inherited.items()
     }
-    settings |= _named(own, {f"modules.{above}.overrides.": ""})
+    prefix = f"modules.{above}.overrides."
+    asked = {key for key, value in leaves(table).items() if "${" in str(value)}
+    settings |= {
+        known: dataclasses.replace(one, defaulted=one.written in asked)
+        for known, one in _named(own, {f"{prefix}lora.": "peft.", prefix: ""}).items()
+    }
     if framework == "torchtitan":
         titan = _of_titan({key: one.value for key, one in settings.items()})
-        merged = {key: Setting(settings[one.written].written, one.value,
-                               inherited=settings[one.written].inherited)
-                  for key, one in titan.items()}  # fmt: skip
+        merged = {
+            key: dataclasses.replace(settings[one.written], value=one.value)
+            for key, one in titan.items()
+        }
         return Found("primus", "torchtitan", merged)
     here = Setting("framework", value=True, inherited=True)
     settings |= {"launch.yaml": here, "launch.patched": here}
@@ -452,11 +467,16 @@ def _nemo_rl(path: Path, table: Mapping[str, Any]) -> Found | None:
     )
     prefixes = {
         f"policy.{backend}.lora_cfg.": "peft.", f"policy.{backend}.peft.": "peft.",
-        f"policy.{backend}.": "", f"policy.{other}.": "unused.", "policy.": "",
+        f"policy.{backend}.automodel_kwargs.": "", f"policy.{backend}.": "",
+        f"policy.{other}.": "unused.", "policy.": "",
         "cluster.gpus_per_node": "launch.gpus_per_node", "cluster.num_nodes": "launch.nnodes",
     }  # fmt: skip
     settings = {
-        known: Setting(one.written, _within(one.value, values), inherited=one.written not in own)
+        known: Setting(
+            one.written,
+            _within(one.value, values, f"{one.written.rpartition('.')[0]}."),
+            inherited=one.written not in own,
+        )
         for known, one in _named(values, prefixes).items()
     }
     settings["launch.backend"] = Setting("backend", backend, inherited=True)
@@ -472,8 +492,8 @@ def _within(value: Any, values: Mapping[str, Any], section: str = "") -> Any:
         if product is not None:
             one, other = int(product[2]), int(product[3])
             return one * other if product[1].startswith("mul") else one // max(other, 1)
-        found = re.search(r"\$\{(?:oc\.select:)?(\.?)([\w.]+)\}", value)
-        name = "" if found is None else f"{section}{found[2]}" if found[1] else found[2]
+        found = re.search(r"\$\{(?:oc\.select:)?(\.*)(\w[\w.]*)\}", value)
+        name = "" if found is None else _absolute(section, found[1], found[2])
         name = name if name in values else name.removeprefix("training.")
         if found is None or name not in values:
             return value
@@ -482,7 +502,37 @@ def _within(value: Any, values: Mapping[str, Any], section: str = "") -> Any:
     return value
 
 
-def _nemo_launcher(_path: Path, table: Mapping[str, Any]) -> Found | None:
+def _absolute(section: str, dots: str, name: str) -> str:
+    """Return the whole name that a relative one means: a dot is this section, two its parent."""
+    if not dots:
+        return name
+    above = section.rstrip(".").split(".")
+    return ".".join([*above[: len(above) - len(dots) + 1], name])
+
+
+def _trained_sizes(path: Path, name: str) -> Settings:
+    """Return the model's sizes from the recipe of the launcher that trained it, ``gpt3_5b``."""
+    family, _, size = name.partition("_")
+    for up in path.resolve().parents:
+        for file in (up / "training" / family / f"{end}.yaml" for end in (size, name)):
+            if file.is_file():
+                table = parse_yaml(read_text(file), where=str(file))
+                model = _part(table, "model") if isinstance(table, dict) else {}
+                return {
+                    key: Setting(key, value, inherited=True)
+                    for key, value in model.items()
+                    if not isinstance(value, dict | list) and _OF_MODEL.search(key)
+                }
+    return {}
+
+
+_OF_MODEL = re.compile(
+    r"layers$|hidden_size|heads$|query_groups|kv_channels|vocab|activation$|bias$|embedding|dropout$|"
+    r"seq_length|normalization"
+)
+
+
+def _nemo_launcher(path: Path, table: Mapping[str, Any]) -> Found | None:
     model, trainer = _part(table, "model"), table.get("trainer")
     if not isinstance(trainer, dict) or not set(model) & {"micro_batch_size", "global_batch_size",
                                                          "tensor_model_parallel_size"}:  # fmt: skip
@@ -503,17 +553,23 @@ def _nemo_launcher(_path: Path, table: Mapping[str, Any]) -> Found | None:
         name: Setting(one.written, _within(one.value, values, f"{one.written.rpartition('.')[0]}."))
         for name, one in settings.items()
     }
-    if any(re.search("mm_cfg|unet|vision", name) for name in settings):
+    beside = [name for name in settings if re.search("mm_cfg|unet|vision", name)]
+    if beside and all(name.startswith("mm_cfg.") for name in beside) and "num_layers" in settings:
+        settings["launch.tower"] = Setting("mm_cfg", value=True, inherited=True)
+    elif beside:
         message = "images or other than text go beside the language model"
         return Found("nemo", "megatron", settings, trouble=(message, "such have no price"))
+    named = settings.get("run.model_train_name")
+    if "num_layers" not in settings and named is not None:
+        settings = _trained_sizes(path, str(named.value)) | settings
     if "num_layers" in settings:
         yaml = {"launch.yaml": Setting("model", value=True, inherited=True)}
         return Found("nemo", "megatron", settings | yaml)
     settings["launch.backend"] = Setting("backend", "megatron_cfg", inherited=True)
     message = "the model's sizes stand in a checkpoint, or are of a kind that has no price"
     trouble = (message, "give its config.json with --model")
-    named = settings.get("run.model_train_name")
-    return Found("nemo", "nemo", settings, trouble=None if named is not None else trouble)
+    why = None if named is not None else trouble
+    return Found("nemo", "nemo", settings, trouble=why, sizes=True)
 
 
 def _automodel(_path: Path, table: Mapping[str, Any]) -> Found | None:
@@ -527,10 +583,12 @@ def _automodel(_path: Path, table: Mapping[str, Any]) -> Found | None:
     if not ({"step_scheduler", "distributed", "recipe"} & set(table)):
         return None
     prefixes = {
-        "model.config.": "", "distributed.": "", "step_scheduler.": "", "packed_sequence.": "",
+        "model.config.": "", "autopipeline.": "pipeline.", "distributed.": "",
+        "step_scheduler.": "", "packed_sequence.": "",
         "dataset.seq_length": "seq_length", "dataset.seq_len": "seq_length",
         "dataset.max_length": "max_length", "dataset.max_seq_length": "max_seq_length",
-        "model.": "", "dist_env.nproc_per_node": "launch.nproc_per_node",
+        "model.": "", "parallelizer.": "", "fsdp.": "", "ddp.": "",
+        "dist_env.nproc_per_node": "launch.nproc_per_node",
         "ci.nodes": "launch.nnodes", "benchmark.num_nodes": "launch.nnodes",
         "ci.nproc_per_node": "launch.nproc_per_node",
         "benchmark.nproc_per_node": "launch.nproc_per_node",
@@ -540,7 +598,8 @@ def _automodel(_path: Path, table: Mapping[str, Any]) -> Found | None:
         what = "recipe_args" if "recipe_args" in table else "model"
         message = f"{what} names no language model that is trained whole"
         hint = "give its config.json with --model"
-        return Found("automodel", "automodel", settings, trouble=(message, hint))
+        sizes = "recipe_args" not in table
+        return Found("automodel", "automodel", settings, trouble=(message, hint), sizes=sizes)
     return Found("automodel", "automodel", settings)
 
 

@@ -379,6 +379,7 @@ def python_settings(text: str) -> dict[str, Any] | None:
         message = f"the module is not Python: {error.msg}, line {error.lineno}"
         raise DataError(message, hint="mend that line") from error
     found: dict[str, Any] = {"activation_checkpoint.mode": "none"}
+    found["activation_checkpoint.selective_ac_option"] = "op"
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _name(node.func) == "ParallelismConfig":
             for word in node.keywords:

@@ -16,6 +16,7 @@ from typing import Any
 
 from fivefold.errors import ConfigurationError, FivefoldError, require_whole
 from fivefold.reading import Reading
+from fivefold.strategy._memory import MemoryUse
 from fivefold.strategy.cluster import Cluster
 from fivefold.strategy.model import ModelSpec
 
@@ -28,6 +29,7 @@ _SWITCHED_OFF = (0.7, 1.4)
 _NEGATION = re.compile(
     r"(^|.*[._])(no|not|disable|deprecated|legacy|num|layers|overlap|fp32|compress|foreach)([._]|$)"
 )
+_EMPTY = {"", "null", "~", "{}", "[]"}
 _UNSET = {"", "none", "null", "~"}
 _OFF = {"false", "0", "no", "off"}
 _NOT_KNOWN = "not known here"
@@ -47,29 +49,36 @@ class Setting:
     """One setting: its name as the recipe writes it, and its value.
 
     ``conditional`` is of a setting that stands in a branch of a script, ``inherited`` of one that a
-    file below the recipe says.
+    file below the recipe says, ``defaulted`` of one that the environment may give another value.
     """
 
     written: str
     value: Any
     conditional: bool = False
     inherited: bool = False
+    defaulted: bool = False
 
     @property
     def given(self) -> bool:
         """Return whether it has a value at all."""
-        return self.value is not None and str(self.value).strip().lower() not in {"", "null", "~"}
+        return self.value is not None and str(self.value).strip().lower() not in _EMPTY
 
 
 @dataclass
 class _Effect:
-    """Something assumed or left out, and by what share it could change the memory."""
+    """Something assumed or left out, and by what share it could change the memory.
+
+    ``part`` is "activations" of what changes what is kept between forward and backward alone;
+    ``added`` are bytes that may lie beside all of it.
+    """
 
     kind: str
     name: str
     why: str
     value: Any
     memory: tuple[float, float]
+    part: str = ""
+    added: float = 0.0
 
 
 class Told:
@@ -81,6 +90,7 @@ class Told:
         path: The file.
         cluster: Where it is to run.
         model: The model that somebody gave beside the recipe.
+        model_reading: The account of its file.
     """
 
     def __init__(
@@ -91,11 +101,13 @@ class Told:
         path: Path,
         cluster: Cluster,
         model: ModelSpec | None = None,
+        model_reading: Reading | None = None,
     ) -> None:
         self.program, self.settings, self.path = program, settings, path
         self.cluster, self.model, self.device = cluster, model, cluster.device
-        self.elastic = False  # whether the number of GPUs may be another
-        self.largest: dict[str, Mapping[str, Any]] = {}
+        self.model_reading = model_reading
+        self.elastic = ""  # whether the number of GPUs may be "another", or "more"
+        self.spans: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self._read: dict[str, str] = {}
         self._effects: list[_Effect] = []
 
@@ -114,6 +126,10 @@ class Told:
             if setting.written not in self._read:
                 self.unpriced(name, f"{given[0][1].written} says the same and goes first")
         return value
+
+    def gives(self, name: str) -> bool:
+        """Return whether a setting is there and has a value."""
+        return name in self.settings and self.settings[name].given
 
     def _take(self, setting: Setting) -> None:
         self._read.setdefault(setting.written, "")
@@ -162,29 +178,52 @@ class Told:
     def degree(self, axis: str, *names: str) -> int:
         """Return one degree of the model's split; one that is not said is 1."""
         found = self.whole(*names, default=1)
+        said = next((self.settings[name] for name in names if self.gives(name)), None)
+        if said is not None and said.defaulted:
+            why = "a default, which the launch may change with the number of GPUs"
+            self.assume(f"default of {said.written}", found, why, memory=(0.0, 1.0))
         try:
             return require_whole(f"the {axis} parallel degree", found, hint="1 leaves it whole")
         except ConfigurationError as error:
             raise RefusedError(error.message, hint=error.hint) from None
 
     def assume(
-        self, name: str, value: Any, why: str, *, memory: tuple[float, float] = SAME
+        self,
+        name: str,
+        value: Any,
+        why: str,
+        *,
+        memory: tuple[float, float] = SAME,
+        added: float = 0.0,
     ) -> None:
         """Note a value that the recipe does not say, and how another could change the memory."""
         if all(effect.name != name for effect in self._effects):
-            self._effects.append(_Effect("assumed", name, why, value, memory))
+            effect = _Effect("assumed", name, why, value, memory, added=added)
+            self._effects.append(effect)
 
-    def assume_model(self, name: str, value: Any, why: str, *, others: Mapping[str, Any]) -> None:
+    def assume_model(
+        self, name: str, value: Any, why: str, *, least: Mapping[str, Any], most: Mapping[str, Any]
+    ) -> None:
         """Note a part of the model that the recipe does not say, and how far off it could be.
 
         Args:
             name: For people.
             value: What was taken.
             why: For what reason.
-            others: Fields of the model as they could be at most.
+            least: Fields of the model where it is as small as it could be.
+            most: Fields where it is as large.
         """
         self.assume(name, value, why)
-        self.largest[name] = others
+        self.spans[name] = (least, most)
+
+    def adopt(self, reading: Reading | None, *, of: str) -> None:
+        """Take over what was assumed and left out of the model's own file."""
+        if reading is None:
+            return
+        for kind, notes in (("assumed", reading.assumed), ("left out", reading.left_out)):
+            for note in notes:
+                memory, name = ANY if note.decisive else SAME, f"{note.name} of {of}"
+                self._effects.append(_Effect(kind, name, note.why, note.value, memory))
 
     def widen(self, name: str, memory: tuple[float, float]) -> None:
         """Say by what share something assumed could change the memory."""
@@ -253,7 +292,7 @@ class Told:
         default = self.settings.get("launch.default")
         if said and default is not None:
             self.assume("GPUs", said, f"the default of {default.written}, which the launch decides")
-            self.elastic = True
+            self.elastic = "another"
             if said % split or not allows(said):
                 message = f"{said} GPUs, the default of {default.written}, do not suit its degrees"
                 raise UnknownError(message, hint=f"give {default.written} the value it runs with")
@@ -279,7 +318,8 @@ class Told:
             message = "the recipe does not say how many GPUs, and no number of nodes suits it"
             raise UnknownError(message, hint="name them, as in --cluster h100-nemo:16")
         why = "the recipe does not say; the fewest nodes that its degrees and batch allow"
-        self.assume("GPUs", found, why, memory=(0.0, 1.0))
+        self.assume("GPUs", found, why)
+        self.elastic = "more"
         return found
 
     def account(self, *, broken_off: bool = False) -> Reading:
@@ -303,18 +343,28 @@ class Told:
                 reading.ignore(effect.name, effect.why)
         return reading
 
-    def verdict_account(self, total_bytes: float, memory_bytes: float) -> tuple[Reading, bool]:
+    def verdict_account(self, memory: MemoryUse, memory_bytes: float) -> tuple[Reading, bool]:
         """Return the account, and whether what was assumed or left out could turn the verdict."""
         reading = self.account()
         # Flags of one kind change the memory once, however many there are of it.
-        shares = {(effect.why, effect.memory) for effect in self._effects}
-        low, high = (math.prod(memory[i] for _, memory in shares) for i in (0, 1))
-        fits = total_bytes <= memory_bytes
-        turned = total_bytes * high > memory_bytes if fits else total_bytes * low <= memory_bytes
+        shares = {(effect.why, effect.memory, effect.part) for effect in self._effects}
+        kept = memory.activations_bytes + memory.working_bytes
+        ends = []
+        for side in (0, 1):
+            whole = math.prod(share[side] for _, share, part in shares if not part)
+            some = math.prod(share[side] for _, share, part in shares if part)
+            ends.append(whole * (memory.total_bytes - kept + kept * some))
+        ends[1] += sum({effect.why: effect.added for effect in self._effects}.values())
+        fits = memory.total_bytes <= memory_bytes
+        turned = ends[1] > memory_bytes if fits else ends[0] <= memory_bytes
         if not turned:
             return reading, False
         side = 1 if fits else 0
-        names = {effect.name for effect in self._effects if effect.memory[side] != 1.0}
+        names = {
+            effect.name
+            for effect in self._effects
+            if effect.memory[side] != 1.0 or (side and effect.added)
+        }
         for notes in (reading.assumed, reading.left_out):
             notes[:] = [
                 type(note)(note.name, note.why, note.value, decisive=True)
@@ -336,7 +386,7 @@ class Told:
                 self._effects.append(fate)
 
     def _fate(self, name: str, setting: Setting) -> _Effect:
-        kind, why, memory = "left out", _NOT_KNOWN, ANY
+        kind, why, memory, part, added = "left out", _NOT_KNOWN, ANY, "", 0.0
         if not setting.given:
             return _Effect("harmless", setting.written, "not set", None, SAME)
         value = str(setting.value).strip().lower()
@@ -347,16 +397,19 @@ class Told:
         for rule in _rules(self.program):
             if rule.pattern.fullmatch(name.lower()):
                 kind, why, memory = rule.kind, rule.why, rule.memory
+                part, added = rule.part, rule.added
                 if off and rule.off_changes and not _NEGATION.match(name):
                     why = "it is off, where the reader supposes it on"
-                    return _Effect("left out", setting.written, why, None, _SWITCHED_OFF)
+                    if kind == "harmless":
+                        memory, part = _SWITCHED_OFF, "activations"
+                    return _Effect("left out", setting.written, why, None, memory, part)
                 if kind == "left out" and off:
                     return _Effect("harmless", setting.written, "switched off", None, SAME)
                 break
         else:
             if off:
                 return _Effect("left out", setting.written, f"{why}; it is off", None, SAME)
-        return _Effect(kind, setting.written, why, None, memory)
+        return _Effect(kind, setting.written, why, None, memory, part, added)
 
 
 @dataclass(frozen=True)
@@ -365,6 +418,8 @@ class _Rule:
     pattern: re.Pattern[str]
     why: str
     memory: tuple[float, float]
+    part: str
+    added: float
     off_changes: bool
 
 
@@ -382,18 +437,33 @@ def _flag_table() -> dict[str, Any]:
     return tomllib.loads(text)
 
 
+# Programs that take settings of others.
+_SPEAKS = {
+    "nemo": ("megatron", "automodel"), "primus": ("megatron", "automodel"),
+    "bridge": ("megatron", "automodel"), "nemo-rl": ("nemo-rl", "automodel", "megatron"),
+}  # fmt: skip
+
+
 @functools.cache
 def _rules(program: str) -> tuple[_Rule, ...]:
     """Return the fates of flags that no reader reads, of a program and of all."""
     table = _flag_table()
     found = []
-    parts = ("megatron", "automodel") if program in {"nemo", "primus", "bridge"} else (program,)
+    parts = _SPEAKS.get(program, (program,))
     for kind, part in itertools.product(("harmless", "left_out"), (*parts, "all")):
         for rule in table.get(part, {}).get(kind, ()):
             pattern = re.compile("|".join(fnmatch.translate(name) for name in rule["names"]))
             low, high = rule.get("memory", SAME)
             off_changes = rule.get("off_changes", False)
             found.append(
-                _Rule(kind.replace("_", " "), pattern, rule["why"], (low, high), off_changes)
+                _Rule(
+                    kind.replace("_", " "),
+                    pattern,
+                    rule["why"],
+                    (low, high),
+                    rule.get("of", ""),
+                    rule.get("added", 0.0),
+                    off_changes,
+                )
             )
     return tuple(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from fivefold.strategy._recipes.models import named_model
+from fivefold.strategy._recipes.models import chosen_model
 from fivefold.strategy._recipes.told import RefusedError, Told, UnknownError
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
@@ -20,7 +20,14 @@ _SCHEDULES = {
     "gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved", "zbvzerobubble": "zb_v",
     "interleavedzerobubble": "zb_1p", "dualpipev": "dualpipe_v",
 }  # fmt: skip
-_PRODUCTS = {"float8": "fp8", "mx": "mxfp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+_LENGTH, _BATCH, _EACH_LAYER = 2048, 8, "2"  # torchtitan's defaults where a file says nothing
+_PRODUCTS = {
+    "float8": "fp8",
+    "mx": "mxfp8",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+    "primus_turbo": "bf16",
+}
 
 
 def read_torchtitan(told: Told) -> tuple[ModelSpec, ParallelPlan]:
@@ -35,6 +42,7 @@ def read_torchtitan(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     _refuse(told, model, degree, data=data, local=local, whole=whole)
     schedule, virtual = _schedule(told, model, degree["pipeline"])
     _stack(told)
+    recompute, some = _recompute(told, -(-model.num_layers // degree["pipeline"]))
     always = told.text("parallelism.fsdp_reshard_after_forward", default="default")
     pipelined, wide = degree["pipeline"] > 1, degree["tensor"] > 1
     gathers_again = always == "always" or (always == "default" and not pipelined)
@@ -51,7 +59,8 @@ def read_torchtitan(told: Told) -> tuple[ModelSpec, ParallelPlan]:
         virtual=virtual, zero=0 if sharing == 1 else 3 if gathers_again else 2,
         shard=sharing if copies > 1 and sharing > 1 else None,
         embedding_layers=pipelined and less > 0,
-        recompute=_recompute(told),  # type: ignore[arg-type]
+        recompute=recompute,  # type: ignore[arg-type]
+        recompute_layers=some,
         sequence_parallel=wide and not told.off("parallelism.enable_sequence_parallel")
         and not told.on("parallelism.disable_sequence_parallel"),
         tensor_overlap="pipe" if async_tensor and wide else "none",
@@ -66,12 +75,13 @@ def read_torchtitan(told: Told) -> tuple[ModelSpec, ParallelPlan]:
 
 def _model(told: Told) -> ModelSpec:
     name, flavor = told.get("model.name"), told.get("model.flavor")
-    model = told.model
-    if model is None:
-        plain = told.get("config_function", default=name or "")
-        model = named_model(str(plain) if flavor is None else f"{name}-{flavor}")
+    plain = told.get("config_function", default=name or "")
+    model = chosen_model(told, str(plain) if flavor is None else f"{name}-{flavor}")
     length = told.whole("training.seq_len", "training.max_context_length", default=0)
-    return dataclasses.replace(model, seq_len=length) if length else model
+    if not length:
+        length = _LENGTH
+        told.assume("training.seq_len", length, "torchtitan's own default")
+    return dataclasses.replace(model, seq_len=length)
 
 
 def _left(told: Told, model: ModelSpec, split: int, copies: int) -> int:
@@ -106,16 +116,29 @@ def _refuse(
     )
 
 
-def _recompute(told: Told) -> str:
-    mode = told.text("activation_checkpoint.mode", default="selective")
-    option = told.text("activation_checkpoint.selective_ac_option", default="op")
-    each = option if mode == "selective" else "op"
-    if mode not in {"none", "selective", "full"} or each not in {"op", "1"}:
+def _recompute(told: Told, layers: int) -> tuple[str, int | None]:
+    """Return what is recomputed, and of how many layers of a stage."""
+    mode = told.text("activation_checkpoint.mode")
+    if not mode:
+        mode = "selective"
+        told.assume("activation_checkpoint.mode", mode, "torchtitan's own default")
+    if mode in {"none", "full"}:
+        told.get("activation_checkpoint.selective_ac_option")
+        return mode, None
+    each = told.text("activation_checkpoint.selective_ac_option")
+    if mode == "selective" and not each:
+        each = _EACH_LAYER
+        why = "torchtitan's own default: one layer in two"
+        told.assume("activation_checkpoint.selective_ac_option", each, why)
+    if mode != "selective" or not (each == "op" or (each.isdecimal() and int(each))):
         message = (
             f"activation_checkpoint.mode {mode!r} with selective_ac_option {each!r} is not read"
         )
-        raise UnknownError(message, hint="none, full, and selective by operator are")
-    return mode if each == "op" else "full"
+        raise UnknownError(message, hint="none, full, and selective by operator or layer are")
+    if each == "op":
+        return "selective", None
+    some = layers // int(each)
+    return ("full", None if each == "1" else some) if some else ("none", None)
 
 
 def _batch(told: Told, model: ModelSpec, data: int) -> tuple[int, int]:
@@ -124,7 +147,10 @@ def _batch(told: Told, model: ModelSpec, data: int) -> tuple[int, int]:
         local = max(1, tokens // model.seq_len)
         step = told.whole("training.num_tokens_per_train_step", default=0)
         return local, step // model.seq_len or local * data
-    local = told.whole("training.local_batch_size", "training.batch_size", default=8)
+    local = told.whole("training.local_batch_size", "training.batch_size", default=0)
+    if not local:
+        local = _BATCH
+        told.assume("training.local_batch_size", local, "torchtitan's own default")
     whole = told.whole("training.global_batch_size", default=-1)
     return local, whole if whole > 0 else local * data
 
@@ -177,6 +203,7 @@ def _product_type(told: Told) -> str:
     found = told.get("model.converters", "model_converters.converters", default=())
     words = [found] if isinstance(found, str) else list(found)
     kinds = {_PRODUCTS.get(word.split(".")[-1]) for word in map(str, words)}
+    kinds = kinds - {"bf16"} or kinds  # kernels alone
     if None in kinds or len(kinds) > 1:
         own = "model.converters" if "model.converters" in told.settings else (
             "model_converters.converters")  # fmt: skip
