@@ -131,6 +131,10 @@ class Told:
         """Return whether a setting is there and has a value."""
         return name in self.settings and self.settings[name].given
 
+    def is_true(self, name: str) -> bool:
+        """Return whether a switch is on; its place in the account stays open."""
+        return self.gives(name) and str(self.settings[name].value).lower() == "true"
+
     def _take(self, setting: Setting) -> None:
         self._read.setdefault(setting.written, "")
         if setting.conditional:

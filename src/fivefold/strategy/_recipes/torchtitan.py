@@ -21,6 +21,7 @@ _SCHEDULES = {
     "interleavedzerobubble": "zb_1p", "dualpipev": "dualpipe_v",
 }  # fmt: skip
 _LENGTH, _BATCH, _EACH_LAYER = 2048, 8, "2"  # torchtitan's defaults where a file says nothing
+_COMPILED_LOSS_BYTES = 6.0
 _PRODUCTS = {
     "float8": "fp8",
     "mx": "mxfp8",
@@ -42,7 +43,8 @@ def read_torchtitan(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     _refuse(told, model, degree, data=data, local=local, whole=whole)
     schedule, virtual = _schedule(told, model, degree["pipeline"])
     _stack(told)
-    recompute, some = _recompute(told, -(-model.num_layers // degree["pipeline"]))
+    layers = -(-model.num_layers // degree["pipeline"])
+    recompute, some = _recompute(told, layers, experts=model.experts is not None)
     always = told.text("parallelism.fsdp_reshard_after_forward", default="default")
     pipelined, wide = degree["pipeline"] > 1, degree["tensor"] > 1
     gathers_again = always == "always" or (always == "default" and not pipelined)
@@ -116,7 +118,7 @@ def _refuse(
     )
 
 
-def _recompute(told: Told, layers: int) -> tuple[str, int | None]:
+def _recompute(told: Told, layers: int, *, experts: bool) -> tuple[str, int | None]:
     """Return what is recomputed, and of how many layers of a stage."""
     mode = told.text("activation_checkpoint.mode")
     if not mode:
@@ -136,6 +138,9 @@ def _recompute(told: Told, layers: int) -> tuple[str, int | None]:
         )
         raise UnknownError(message, hint="none, full, and selective by operator or layer are")
     if each == "op":
+        if experts:
+            why = "which grouped products are kept differs between releases; priced as all"
+            told.assume("activations of experts", "kept", why, memory=(0.3, 1.0))
         return "selective", None
     some = layers // int(each)
     return ("full", None if each == "1" else some) if some else ("none", None)
@@ -182,13 +187,18 @@ def _stack(told: Told) -> None:
         told.device = dataclasses.replace(
             told.device, optimizer_state_bytes=4.0, gradient_bytes=2.0, gradient_wire_bytes=2.0
         )
+    # A compiled loss keeps logits and their gradient in 16 bits, and sums; the rest is left out.
+    parts = told.settings.get("compile.components")
+    compiled = told.is_true("compile.enable") and (parts is None or "loss" in str(parts.value))
+    if compiled or told.is_true("training.compile"):
+        width = min(told.device.loss_bytes, _COMPILED_LOSS_BYTES)
+        told.device = dataclasses.replace(told.device, loss_bytes=width)
     reduce = told.text("training.mixed_precision_reduce")
     if reduce:
         width = 2.0 if reduce in {"bfloat16", "float16"} else 4.0
         told.device = dataclasses.replace(told.device, gradient_wire_bytes=width)
-    if told.on("optimizer.early_step_in_backward"):
-        told.unpriced("optimizer.early_step_in_backward",
-                      "gradients are priced as kept to the end", memory=(0.6, 1.0))  # fmt: skip
+    if told.on("optimizer.early_step_in_backward"):  # a gradient is used up as soon as it is there
+        told.device = dataclasses.replace(told.device, gradient_bytes=0.0)
 
 
 def _optimizer(told: Told) -> str:
