@@ -209,7 +209,9 @@ def test_more_gpus_are_tried_before_a_recipe_does_not_fit(tmp_path):
     path.write_text(text.format(1))
     found = check_recipe(path, CLUSTER)
     assert found.status == "unknown"
-    assert "--cluster h100-nemo:64" in found.hint
+    assert "--cluster h100-nemo:64; it fits on 128" in found.hint
+    assert check_recipe(path, load_cluster("h100-nemo:128")).status == "ok"
+    assert check_recipe(path, load_cluster("h100-nemo:64")).status == "memory"
     path.write_text(text.format(64))  # activations alone are too many
     assert check_recipe(path, CLUSTER).status == "memory"
 

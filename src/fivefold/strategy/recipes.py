@@ -170,8 +170,10 @@ def _judged(path: Path, text: str, found: Found, told: Told) -> RecipeVerdict:
     if told.elastic == "another":
         told.widen("GPUs", _span(spec, plan, told, total))
     elif told.elastic and not prediction.fits:
-        least = min(_on_more(found, told, plan), default=total)
-        told.widen("GPUs", (min(least, total) / total, 1.0))
+        on_more = dict(_on_more(found, told, plan))
+        told.widen("GPUs", (min(on_more.values(), default=total) / total, 1.0))
+        has = told.device.memory_bytes
+        told.fits_on = next((count for count, needs in on_more.items() if needs <= has), 0)
     return _sized(path, text, found, told, spec, prediction)
 
 
@@ -185,8 +187,8 @@ def _bytes(model: ModelSpec, plan: ParallelPlan, told: Told, **changed: Any) -> 
     return found.memory.total_bytes
 
 
-def _on_more(found: Found, told: Told, plan: ParallelPlan) -> Iterator[float]:
-    """Yield the memory of a recipe on more GPUs than the fewest that it needs."""
+def _on_more(found: Found, told: Told, plan: ParallelPlan) -> Iterator[tuple[int, float]]:
+    """Yield larger numbers of GPUs than the fewest that a recipe needs, and its memory on them."""
     for count in (plan.num_gpus << power for power in range(1, 11)):
         cluster = dataclasses.replace(told.cluster, num_gpus=count)
         more = Told(found.reader, found.settings, path=told.path, cluster=cluster, model=told.model)
@@ -196,7 +198,7 @@ def _on_more(found: Found, told: Told, plan: ParallelPlan) -> Iterator[float]:
         except FivefoldError:  # a batch that is no multiple, or more than there are
             continue
         if other.num_gpus == count and (needs := _bytes(model, other, more)):
-            yield needs
+            yield count, needs
 
 
 def _span(
@@ -245,7 +247,7 @@ def _sized(
         names = ", ".join(note.name for note in reading.decisive()[:4])
         return dataclasses.replace(
             verdict, status="unknown", message=f"{message}; {names} could turn that over",
-            hint=_advice(reading), line=_line_of(text, names),
+            hint=_advice(reading, told.fits_on), line=_line_of(text, names),
         )  # fmt: skip
     if needs <= has:
         return verdict
@@ -259,12 +261,14 @@ def _sized(
     )
 
 
-def _advice(reading: Reading) -> str:
+def _advice(reading: Reading, fits_on: int) -> str:
     """Return what to add to a recipe, or take from it, for a verdict."""
     said = []
     for note in [note for note in reading.assumed if note.decisive][:4]:
         branch = note.name.removeprefix("branch with ")
         own = _ADVICE.get(note.name, f"say {note.name}")
+        if note.name == "GPUs" and fits_on:
+            own = f"{own}; it fits on {fits_on}"
         said.append(own if branch == note.name else f"give {branch} outside of a branch")
     left = [note.name for note in reading.left_out if note.decisive]
     if left:

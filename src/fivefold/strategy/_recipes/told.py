@@ -107,6 +107,7 @@ class Told:
         self.cluster, self.model, self.device = cluster, model, cluster.device
         self.model_reading = model_reading
         self.elastic = ""  # whether the number of GPUs may be "another", or "more"
+        self.fits_on = 0  # GPUs, where it does not fit on as many as are assumed
         self.spans: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self._read: dict[str, str] = {}
         self._effects: list[_Effect] = []
