@@ -153,6 +153,18 @@ def test_packing_reads_the_tokens_of_a_micro_batch(tmp_path):
     assert packed.prediction.memory == plain.prediction.memory
 
 
+@pytest.mark.parametrize(("packs", "status"), [(False, "invalid"), (True, "ok")])
+def test_packed_samples_need_no_whole_micro_batches(tmp_path, packs, status):
+    tokens = "${mul:${..max_total_sequence_length}, 4}"
+    policy = {"model_name": "Qwen/Qwen3-1.7B", "train_global_batch_size": 16,
+              "train_micro_batch_size": 4, "max_total_sequence_length": 2048,
+              "sequence_packing": {"enabled": packs, "train_mb_tokens": tokens}}  # fmt: skip
+    table = {"policy": policy, "grpo": {}, "cluster": {"gpus_per_node": 8, "num_nodes": 1}}
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(table))
+    assert check_recipe(path, CLUSTER).status == status
+
+
 @pytest.mark.parametrize(
     ("optimizer", "bytes_"),
     [

@@ -54,7 +54,7 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
             raise UnknownError(message, hint="name a cluster with nodes like those")
         data = told.gpus(said, split, allows) // split
     whole = batch or micro * data
-    _packed(told, model, micro)
+    micro = _packed(told, model, micro, share=whole // data)
     told.refuse_unless(
         whole % (micro * data) == 0,
         f"global_batch_size={whole} is not a multiple of the micro-batch x data-parallel ranks = "
@@ -85,6 +85,7 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     if told.text("launch.backend") == "megatron_cfg":
         zero = 1
     moved = told.on("cpu_offload", "offload_policy") and zero == 3
+    _unsharded(told, model, sharing=sharing if zero == 3 else 1)
     _teacher(told, model, micro, sharing=sharing if zero else 1)
     schedule, virtual, micro = _pipeline(told, model, degrees["pipeline"], micro)
     narrow = told.text("launch.backend") == "megatron_cfg" and degrees["tensor"] > 1
@@ -101,6 +102,24 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     return model, plan
 
 
+def _unsharded(told: Told, model: ModelSpec, *, sharing: int) -> None:
+    """Note what stays whole on each GPU: weights after the forward, embedding and head."""
+    if not told.on("compile.enabled", "enable_compile"):
+        told.idle("nothing is compiled", *(n for n in told.settings if n.startswith("compile.")))
+    experts, moe = 0, model.experts
+    if moe is not None:  # which are sharded by themselves
+        matrix = model.hidden * moe.expert_ffn * (3 if model.gated else 2)
+        experts = (model.num_layers - moe.dense_layers) // moe.every * moe.num_experts * matrix
+    dense = max(model.num_parameters - experts, 0)
+    if told.off("moe.reshard_after_forward") or told.off("reshard_after_forward"):
+        why = "the weights beside experts are not freed after the forward"
+        told.assume("gathered weights", "kept", why, added=2.0 * dense if sharing > 1 else 0.0)
+    if told.off("moe.wrap_outer_model"):
+        ends = 2.0 * model.vocab * model.hidden
+        why = "embedding and head are not shared out"
+        told.assume("embedding and head", "whole", why, added=14.0 * ends if sharing > 1 else 0.0)
+
+
 def _teacher(told: Told, model: ModelSpec, micro: int, *, sharing: int) -> None:
     """Note what a teacher keeps beside the model: its weights in 16 bits, and its logits."""
     name = told.get("teacher_model.pretrained_model_name_or_path")
@@ -114,8 +133,15 @@ def _teacher(told: Told, model: ModelSpec, micro: int, *, sharing: int) -> None:
                 added=weights * (1.5 if teacher.tower else 1.0) + 12.0 * logits)  # fmt: skip
 
 
-def _packed(told: Told, model: ModelSpec, micro: int) -> None:
-    """Note what packing makes of a micro-batch: so many tokens at most."""
+def _packed(told: Told, model: ModelSpec, micro: int, *, share: int) -> int:
+    """Return the samples of a micro-batch; packed ones are so many tokens, of any number of them.
+
+    Args:
+        told: The recipe.
+        model: What is trained.
+        micro: Samples that the recipe says.
+        share: Samples of a rank in a step.
+    """
     tokens = 0
     for name in ("sequence_packing", "dynamic_batching"):
         if told.on(f"{name}.enabled"):
@@ -124,8 +150,10 @@ def _packed(told: Told, model: ModelSpec, micro: int) -> None:
             told.idle("it is off", f"{name}.train_mb_tokens")
     if tokens:
         why = f"samples are packed: a micro-batch has {tokens} tokens at most"
+        micro = math.gcd(micro, share) or micro
         most = max(1.0, tokens / (micro * model.seq_len))
         told.assume("micro-batch", micro, why, memory=(0.25, most))
+    return micro
 
 
 def _pipeline(told: Told, model: ModelSpec, stages: int, local: int) -> tuple[str, int, int]:
