@@ -106,6 +106,19 @@ def test_a_given_model_fills_sizes_and_contradicts_none(tmp_path):
     assert "4 in the recipe, 32 in the given model" in found.message
 
 
+@pytest.mark.parametrize("folder", ["", "./", "${SCRIPT_DIR}/", '"$(dirname "$0")/'])
+def test_what_a_script_sources_is_read_from_its_own_folder(tmp_path, folder):
+    (tmp_path / "sizes.sh").write_text(
+        "SIZES='--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --vocab-size 32000'\n"
+    )
+    path = script(tmp_path, "$SIZES")
+    end = '"' if folder.startswith('"') else ""
+    path.write_text(f"source {folder}sizes.sh{end}\n{path.read_text()}")
+    found = check_recipe(path, CLUSTER)
+    assert found.status == "ok", found.message
+    assert found.model.num_layers == 4
+
+
 def test_a_given_model_lifts_no_other_trouble(tmp_path):
     two = "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --micro-batch-size {}\n"
     path = tmp_path / "two.sh"

@@ -272,12 +272,14 @@ def _long_words(words: list[str], own: Mapping[str, str]) -> list[str]:
 def _with_sources(path: Path, script: Script) -> Script:
     """Read what a script sources, where it lies beside it."""
     for name in list(script.sources):
-        beside = path.parent / name.strip().strip("\"'")
-        if "$" not in name and beside.is_file():
+        # A folder that only the shell knows is the script's own where the file is there.
+        plain = re.sub(r"^(\$\{?\w+\}?|\$\(.*\))/", "", name.strip().strip("\"'"))
+        beside = path.parent / plain
+        if "$" not in plain and beside.is_file():
             script.sources.remove(name)
-            return read_script(
-                f"{read_text(beside)}\n{read_text(path)}".replace(f"source {name}", "")
-            )
+            line = rf"^\s*(source|\.)\s.*{re.escape(plain)}.*$"
+            body = re.sub(line, "", read_text(path), flags=re.MULTILINE)
+            return read_script(f"{read_text(beside)}\n{body}")
     return script
 
 
