@@ -119,6 +119,31 @@ def test_what_a_script_sources_is_read_from_its_own_folder(tmp_path, folder):
     assert found.model.num_layers == 4
 
 
+def test_a_stray_quote_is_no_part_of_a_value(tmp_path):
+    path = script(tmp_path, "--num-layers 4 --hidden-size 1024 --num-attention-heads 8")
+    path.write_text(f'{path.read_text().strip()} --vocab-size 32000 "\n')
+    assert check_recipe(path, CLUSTER).status == "ok"
+
+
+def test_nemos_launcher_takes_sizes_from_the_recipe_that_trained_the_model(tmp_path):
+    sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 8,
+             "ffn_hidden_size": "${multiply:4, ${.hidden_size}}",
+             "encoder_seq_length": 2048}  # fmt: skip
+    trained = tmp_path / "training" / "gpt3" / "5b.yaml"
+    trained.parent.mkdir(parents=True)
+    trained.write_text(yaml.safe_dump({"model": sizes, "trainer": {}}))
+    tune = {"run": {"model_train_name": "gpt3_5b"}, "trainer": {"devices": 8, "num_nodes": 1,
+            "precision": "bf16"}, "model": {"micro_batch_size": 1, "global_batch_size": 8,
+            "optim": {"name": "distributed_fused_adam"}}}  # fmt: skip
+    path = tmp_path / "peft" / "squad.yaml"
+    path.parent.mkdir()
+    path.write_text(yaml.safe_dump(tune))
+    found = check_recipe(path, CLUSTER)
+    assert (found.model.num_layers, found.model.ffn) == (4, 4096)
+    trained.unlink()
+    assert check_recipe(path, CLUSTER).status == "unknown"
+
+
 def test_a_given_model_lifts_no_other_trouble(tmp_path):
     two = "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --micro-batch-size {}\n"
     path = tmp_path / "two.sh"

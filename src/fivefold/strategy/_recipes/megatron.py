@@ -76,7 +76,7 @@ def read_megatron(told: Told) -> Recipe:
     model = adapted(told, _model(told, degrees))
     if "launch.tower" in told.settings:
         assume_tower(told, "the model", frozen=told.on("mm_cfg.vision_encoder.freeze"))
-        if told.on("mm_cfg.llm.freeze"):
+        if told.on("mm_cfg.llm.freeze") and model.adapters is None:
             why = "the language model is priced as trained"
             told.unpriced("mm_cfg.llm.freeze", why, memory=(0.1, 1.0))
     micro = told.whole("micro_batch_size")

@@ -516,12 +516,15 @@ def _trained_sizes(path: Path, name: str) -> Settings:
     """Return the model's sizes from the recipe of the launcher that trained it, ``gpt3_5b``."""
     family, _, size = name.partition("_")
     for up in path.resolve().parents:
-        for file in (up / "training" / family / f"{end}.yaml" for end in (size, name)):
+        names = (size, name, name.replace("_", "-"))  # chatglm3_6b is chatglm/chatglm3-6b
+        families = (family, family.rstrip("0123456789"))
+        for file in (up / "training" / one / f"{end}.yaml" for one in families for end in names):
             if file.is_file():
                 table = parse_yaml(read_text(file), where=str(file))
                 model = _part(table, "model") if isinstance(table, dict) else {}
+                values = leaves({"model": model})
                 return {
-                    key: Setting(key, value, inherited=True)
+                    key: Setting(key, _within(value, values, "model."), inherited=True)
                     for key, value in model.items()
                     if not isinstance(value, dict | list) and _OF_MODEL.search(key)
                 }

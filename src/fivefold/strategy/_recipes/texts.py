@@ -278,8 +278,8 @@ def _value(node: ast.AST) -> int:
 def _words(line: str) -> list[str]:
     try:
         return shlex.split(line)
-    except ValueError:  # a quote that another line closes
-        return line.split()
+    except ValueError:  # a quote that another line closes, and no part of a word
+        return [plain for word in line.split() if (plain := word.strip("\"'"))]
 
 
 _FLAG = re.compile(r"--\??[A-Za-z]")
