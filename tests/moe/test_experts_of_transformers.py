@@ -62,23 +62,30 @@ class Tiny:
         return INNER if re.search("intermediate|ffn|inner|expert_dim", name) else HIDDEN
 
 
-def outcome(name):
-    """How far ours is from the class's own loop, outputs and gradients; or why it is refused."""
+def outcome(name, dtype=torch.float64):
+    """How far ours is from the class's own loop in float64, outputs and gradients, and how far it
+    is itself in this data type; or why it is refused."""
     folder, _ = classes()[name]
     modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     register_transformers_backend()
     found = {}
-    for implementation in ("eager", "fivefold"):
+    for implementation, kind in (("eager", torch.float64), ("eager", dtype), ("fivefold", dtype)):
         module = getattr(modeling, name)(Tiny(implementation)).double()
         generator = torch.Generator().manual_seed(3)
         leaves = [p for _, p in sorted(module.named_parameters())]
         with torch.no_grad():
             for tensor in (*leaves, *(b for _, b in sorted(module.named_buffers()))):
                 if tensor.is_floating_point():
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator))
-        x = torch.randn(9, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
+                    # All begin from numbers that the narrowest of them has.
+                    drawn = torch.randn(tensor.shape, generator=generator)
+                    tensor.copy_(drawn.to(dtype))
+        module = module.to(kind)
+        leaves = [p for _, p in sorted(module.named_parameters())]
+        x = torch.randn(9, HIDDEN, dtype=torch.float64, generator=generator).to(dtype).to(kind)
+        x.requires_grad_()
         ids = torch.rand(9, EXPERTS, generator=generator).argsort(dim=1)[:, :2]
-        weights = torch.rand(9, 2, dtype=torch.float64, generator=generator).requires_grad_()
+        weights = torch.rand(9, 2, generator=generator)  # a router's are float32 whatever it serves
+        weights = weights.to(torch.promote_types(kind, torch.float32)).requires_grad_()
         try:
             output = module(x, ids, weights)
         except UnsupportedError as error:
@@ -86,9 +93,14 @@ def outcome(name):
         gradients = torch.autograd.grad(
             output.double().square().sum(), [x, weights, *leaves], allow_unused=True
         )
-        found[implementation] = [output, *(g for g in gradients if g is not None)]
-    pairs = zip(found["eager"], found["fivefold"], strict=True)
-    return max(float(((a - b).norm() / (a.norm() + 1e-30)).detach()) for a, b in pairs)
+        found[implementation, kind] = [output, *(g for g in gradients if g is not None)]
+    exact = found["eager", torch.float64]
+
+    def apart(others):
+        pairs = zip(exact, others, strict=True)
+        return max(float(((a - b.double()).norm() / (a.norm() + 1e-30)).detach()) for a, b in pairs)
+
+    return apart(found["fivefold", dtype]), apart(found["eager", dtype])
 
 
 def check(name):
@@ -98,7 +110,16 @@ def check(name):
     else:
         # Their gates are in float32, whatever comes in.
         in_float32 = {"BeamExperts", "Inkling2Experts", "OpenAIPrivacyFilterExperts"}
-        assert found < (1e-5 if name in in_float32 else 1e-9), found
+        assert found[0] < (1e-5 if name in in_float32 else 1e-9), found
+
+
+def check_in_bfloat16(name):
+    """Ours rounds no more than the class's own loop does, and both are near the exact result."""
+    if name in REFUSED:
+        assert REFUSED[name] in outcome(name, torch.bfloat16)
+    else:
+        ours, theirs = outcome(name, torch.bfloat16)
+        assert ours < max(1.5 * theirs, 2.0**-7), (ours, theirs)
 
 
 def test_what_is_not_asked_is_known():
@@ -114,9 +135,11 @@ def test_some_compute_what_their_own_loops_do(name):
     if name not in classes():
         pytest.skip(f"this transformers has no {name}")
     check(name)
+    check_in_bfloat16(name)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(n for n, (_, asked) in classes().items() if asked))
 def test_all_compute_what_their_own_loops_do_or_are_refused(name):
     check(name)
+    check_in_bfloat16(name)

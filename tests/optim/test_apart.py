@@ -1,9 +1,11 @@
 """What communicates beside the engine is found; what each rank keeps for itself is left alone."""
 
 import contextlib
+import gc
 import logging
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -93,7 +95,14 @@ def test_what_communicates_with_other_workers_is_refused_by_name():
         )
         with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer sends its part"):
             OuterSync(plain, zero, rule=LocalSGD(tau=2))
+        summed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SyncBatchNorm(4))
+        with pytest.raises(ConfigurationError, match=r"1 is a SyncBatchNorm.*over ranks \[0, 1\]"):
+            OuterSync(summed, torch.optim.SGD(summed.parameters(), lr=0.1), rule=LocalSGD(tau=2))
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        summed[1] = torch.nn.SyncBatchNorm(4, process_group=alone)
+        OuterSync(
+            summed, torch.optim.SGD(summed.parameters(), lr=0.1), rule=LocalSGD(tau=2)
+        ).close()
         inside = Net()
         inside.body = DistributedDataParallel(inside.body, process_group=alone)
         OuterSync(
@@ -246,3 +255,43 @@ def test_fixed_tensors_that_training_moves_are_told_once(after, told, caplog):
     found = [r.message for r in caplog.records if "moves tensors" in r.message]
     assert len(found) == (2 if told else 0)  # once on each rank
     assert all(told in message for message in found)
+
+
+def unfreeze(model, number):
+    model.teacher.requires_grad_(number % 10 >= 2)
+    model.teacher.data += 0.1 * number  # of each rank its own amount
+
+
+def test_what_begins_to_train_is_not_told(caplog):
+    def work(transport):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = OuterSync(
+            model, optimizer, rule=LocalSGD(tau=2), transport=transport, check_every_rounds=2
+        )
+        train(model, sync, [optimizer], transport.rank, 12, after=unfreeze)
+        return model.teacher.detach().clone()
+
+    with caplog.at_level(logging.WARNING, logger="fivefold.optim"):
+        first, second = run_world(2, work)
+    assert torch.equal(first, second)
+    assert "moves tensors" not in caplog.text
+
+
+def test_a_frozen_base_that_a_loader_replaces_is_let_go():
+    def work(transport):
+        model = Net()
+        old = weakref.ref(model.teacher)
+        trained = [*model.body.parameters(), *model.own.parameters()]
+        OuterSync(
+            model,
+            torch.optim.SGD(trained, lr=0.1),
+            rule=LocalSGD(tau=2),
+            transport=transport,
+        )
+        copied = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(copied, assign=True)
+        gc.collect()
+        return old() is None
+
+    assert run_world(2, work) == [True, True]

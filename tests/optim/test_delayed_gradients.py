@@ -373,3 +373,104 @@ def test_optimizers_that_step_where_the_mean_is_not_there_are_refused():
         return True
 
     assert run_world(2, work) == [True, True]
+
+
+class Pair(torch.nn.Module):
+    """Two parts, each with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.ones(3))
+        self.second = torch.nn.Parameter(torch.ones(3))
+
+
+def alternating(model, first, second, rank):
+    (model.first.sum() * (1.0 + rank)).backward()
+    first.step()
+    first.zero_grad()
+    (model.second.sum() * (1.0 + rank)).backward()
+    second.step()
+    second.zero_grad()
+
+
+def clipping_between(model, first, second, rank):
+    ((model.first.sum() + model.second.sum()) * (1.0 + rank)).backward()
+    first.step()
+    torch.nn.utils.clip_grad_norm_([model.second], 0.1)
+    second.step()
+
+
+def closures(model, first, second, rank):
+    def closure():
+        first.zero_grad()
+        second.zero_grad()
+        loss = (model.first.sum() + model.second.sum()) * (1.0 + rank)
+        loss.backward()
+        return loss
+
+    first.step(closure)
+    second.step(closure)
+
+
+@pytest.mark.parametrize("loop", [alternating, clipping_between, closures])
+def test_an_optimizer_that_would_step_with_its_own_gradient_is_refused(loop):
+    def work(transport):
+        model = Pair()
+        first = torch.optim.SGD([model.first], lr=0.1)
+        second = torch.optim.SGD([model.second], lr=0.1)
+        sync = OuterSync(model, [first, second], rule=DelayedGradients(), transport=transport)
+
+        def steps():
+            for _ in range(2):
+                loop(model, first, second, transport.rank)
+                sync.step()
+
+        with pytest.raises(ConfigurationError, match="gradients of SGD have changed since"):
+            steps()
+        return True
+
+    assert run_world(2, work) == [True, True]
+
+
+def test_several_optimizers_take_the_mean_whatever_way_they_are_called():
+    def work(transport):
+        model = Pair()
+        optimizers = [torch.optim.SGD([p], lr=0.5) for p in model.parameters()]
+        sync = OuterSync(model, optimizers, rule=DelayedGradients(), transport=transport)
+        for step in range(4):
+            ((model.first.sum() + model.second.sum()) * (1.0 + transport.rank)).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad(set_to_none=step % 2 == 0)
+            optimizers[1].step(lambda: None)  # as Lightning's manual optimization calls it
+            optimizers[1].zero_grad()
+            sync.step()
+        sync.finalize()
+        return torch.cat([model.first.detach(), model.second.detach()])
+
+    for found in run_world(2, work):
+        torch.testing.assert_close(found, torch.full((6,), 1.0 - 4 * 0.5 * 1.5))
+
+
+def test_a_loop_may_clamp_its_weights_and_skip_a_step():
+    """As of a critic's weights; a step whose batch was empty is left out on one rank alone."""
+
+    def work(transport):
+        model = parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        sync = OuterSync(
+            model, optimizer, rule=DelayedGradients(), transport=transport, check_every_rounds=1
+        )
+        for step in range(12):
+            for number, p in enumerate(model):
+                p.grad = gradient(transport.rank, step, p, number)
+            if (transport.rank, step) != (1, 5):
+                optimizer.step()
+            optimizer.zero_grad()
+            sync.step()
+            for p in model:
+                p.data.clamp_(-0.3, 0.3)
+        sync.finalize()
+        return torch.cat([p.detach().reshape(-1) for p in model])
+
+    first, second = run_world(2, work)
+    assert torch.equal(first, second)

@@ -8,6 +8,7 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.optim import CO2, LocalSGD, MuonAdamW, OuterSync
 from fivefold.testing import run_world
+from helpers.outer_world import Wrapped
 
 
 class TwoSequences(torch.optim.Optimizer):
@@ -194,3 +195,26 @@ def test_states_that_are_not_known_keep_their_values_where_a_payload_is_left_out
     table, total = run_world(2, work)[1]
     assert table.tolist() == [2.0, 0.0, 3.0]
     assert total.tolist() == [0.5] * 3
+
+
+class MayLose(Wrapped):
+    """A transport whose workers come and go: some are in the middle where others begin."""
+
+    may_lose = True
+
+
+@pytest.mark.parametrize("own", [{"lr": 0.01}, {"momentum": 0.5}, {"weight_decay": 0.5}], ids=str)
+def test_what_a_schedule_moves_may_differ_where_workers_come_and_go(own):
+    def work(transport):
+        model = net()
+        settings = {"lr": 0.1, "momentum": 0.9} | (own if transport.rank else {})
+        optimizer = torch.optim.SGD(model.parameters(), **settings)
+        OuterSync(model, optimizer, rule=LocalSGD(tau=2), transport=transport)
+
+    with pytest.raises(ConfigurationError, match="another optimizer"):
+        run_world(2, work)
+    if "weight_decay" in own:  # which no schedule moves
+        with pytest.raises(ConfigurationError, match="another optimizer"):
+            run_world(2, lambda t: work(MayLose(t)))
+    else:
+        run_world(2, lambda t: work(MayLose(t)))

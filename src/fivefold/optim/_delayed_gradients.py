@@ -88,6 +88,11 @@ class DelayedGradients(OuterRule):
             raise ConfigurationError(message, hint="0 for none, 1 for the whole last change")
         require_whole("ramp_steps", self.ramp_steps, hint="1 for no ramp")
 
+    @property
+    def carries_rest(self) -> bool:
+        """Return whether it writes what is not its anchor: where it extrapolates."""
+        return self.extrapolation > 0
+
 
 class GradientFragment(Fragment):
     """A fragment whose payload is the gradient, whose anchor is what the parameters are.
@@ -218,7 +223,10 @@ class GradientHooks:
         self._all = fragments  # the engine's own list, which grows with late parameters
         self._swapped = False
         self._stepping = False
+        self._ever_stepped = False
         self._stepped: list[torch.optim.Optimizer] = []
+        # The gradients that a swap has left, by parameter, and how often each was written by then.
+        self._left: dict[int, tuple[weakref.ref[torch.Tensor] | None, int]] = {}
         self._handles: list[RemovableHandle] = []
         me = weakref.ref(self)  # an optimizer may outlive the engine
 
@@ -242,32 +250,53 @@ class GradientHooks:
             message = "optimizer.step() was called twice without OuterSync.step() between"
             raise ConfigurationError(message, hint="call OuterSync.step() after each step")
         self._stepped.append(optimizer)
+        self._ever_stepped = True
         _prepare_to_step(optimizer)
-        if self._swapped:  # by another optimizer of the same model
-            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._swap(own=True)
+            self._swap_for(optimizer)
             return None
+        evaluated = False
 
         @functools.wraps(closure)
         def swapping() -> Any:
-            if self._swapped:
+            nonlocal evaluated
+            if evaluated:
                 message = f"{type(optimizer).__name__} evaluates its closure more than once a step"
                 hint = "of several gradients one would be sent; use DelayCorrected"
                 raise ConfigurationError(message, hint=hint)
+            evaluated = True
             loss = closure()
-            self._swap(own=True)
+            self._swap_for(optimizer)
             return loss
 
         if len(args) > 1:
             return (args[0], swapping, *args[2:]), kwargs
         return args, kwargs | {"closure": swapping}
 
+    def _swap_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Swap before the first optimizer's step; refuse another that has gradients of its own."""
+        if not self._swapped:
+            self._swap(own=True)
+            return
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if any(not _is_as_left(p.grad, *self._left.get(id(p), (None, 0))) for p in held):
+            message = (
+                f"the gradients of {type(optimizer).__name__} have changed since the first "
+                "optimizer's step: what it would step with is this rank's alone"
+            )
+            hint = (
+                "run every backward pass, unscale and clip before the first optimizer's step; for "
+                "optimizers that alternate (a GAN) use DelayCorrected"
+            )
+            raise ConfigurationError(message, hint=hint)
+
     def complete(self) -> None:
         """Take the step with what arrived, before a launch, where the loop took none."""
         if not self._swapped:
-            if any(fragment.has_moved(parameters_alone=True) for fragment in self._fragments()):
+            if not self._ever_stepped and any(
+                fragment.has_moved(parameters_alone=True) for fragment in self._fragments()
+            ):
                 message = "the parameters moved, but none of the optimizers took a step"
                 hint = (
                     "give the optimizer whose step() is called (not one that steps in hooks of the "
@@ -323,9 +352,29 @@ class GradientHooks:
         if self._max_norm is not None:
             parameters = [p for f in self._fragments() for g in f.groups for p in g.tensors]
             torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
+        if len(self._optimizers) > 1:
+            held = (p for each in self._optimizers for g in each.param_groups for p in g["params"])
+            self._left = {id(p): _as_left(p.grad) for p in held}
 
     def _fragments(self) -> list[GradientFragment]:
         return [each for each in self._all if isinstance(each, GradientFragment)]
+
+
+def _as_left(gradient: torch.Tensor | None) -> tuple[weakref.ref[torch.Tensor] | None, int]:
+    return (None, 0) if gradient is None else (weakref.ref(gradient), _writes(gradient))
+
+
+def _is_as_left(
+    gradient: torch.Tensor | None, left: weakref.ref[torch.Tensor] | None, writes: int
+) -> bool:
+    if gradient is None or left is None:
+        return gradient is None and left is None
+    return left() is gradient and _writes(gradient) == writes
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """Return torch's count of the operations that have written into a tensor."""
+    return tensor._version + local_tensor(tensor)._version  # noqa: SLF001 - as torch's own hooks
 
 
 def _prepare_to_step(optimizer: torch.optim.Optimizer) -> None:

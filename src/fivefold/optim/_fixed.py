@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -21,10 +21,9 @@ _SAMPLES = 256  # elements that are looked at in each tensor
 class FixedWatch:
     """Compares samples of the fixed tensors over the ranks, and warns once."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, every_rounds: int) -> None:
-        self._every = every_rounds
-        # Single integers are counters, which may count each rank's own steps.
-        self._tensors = {name: t for name, t in tensors.items() if t.dim()}
+    def __init__(self, model: torch.nn.Module, names: Iterable[str], *, every_rounds: int) -> None:
+        self._model, self._every = model, every_rounds
+        self._names = list(names)  # tensors may be replaced, and would be kept alive
         self._start: dict[str, int] = {}
         self._told = False
 
@@ -35,9 +34,13 @@ class FixedWatch:
     def digest(self, round_number: int) -> float:
         """Return what is equal on ranks whose fixed tensors are; 0 where it is not their turn."""
         due = self._every and round_number % self._every == self._every - 1
-        if not due or not self._tensors or self._told:
+        if not due or not self._names or self._told:
             return 0.0
-        return float(zlib.crc32(repr(sorted(self._samples().items())).encode()) + 1)
+        watched = len(self._names)
+        samples = self._samples()
+        if len(self._names) < watched:  # other ranks may notice a round later
+            return 0.0
+        return float(zlib.crc32(repr(sorted(samples.items())).encode()) + 1)
 
     def compare(self, digests: Sequence[float], weights: Sequence[float]) -> None:
         """Warn where ranks differ; all are given the same numbers."""
@@ -57,7 +60,11 @@ class FixedWatch:
 
     @torch.no_grad()
     def _samples(self) -> dict[str, int]:
-        return {name: _sample(local_tensor(tensor)) for name, tensor in self._tensors.items()}
+        live = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        # What has begun to train is watched no longer, for good: it is brought together.
+        self._names = [n for n in self._names if n in live and not live[n].requires_grad]
+        # Single integers are counters, which may count each rank's own steps.
+        return {name: _sample(local_tensor(live[name])) for name in self._names if live[name].dim()}
 
 
 def _sample(tensor: torch.Tensor) -> int:

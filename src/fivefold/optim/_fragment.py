@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.errors import CommunicationError
 from fivefold.optim._flat import FlatGroup, Piece
 from fivefold.optim._frozen import FrozenTensors
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
@@ -38,6 +38,7 @@ from fivefold.optim._state import (
     InAllReduce,
     OuterState,
     is_handed_over,
+    matching_buffers,
 )
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
 from fivefold.optim.statistics import AllReduceRecord
@@ -45,8 +46,6 @@ from fivefold.optim.statistics import AllReduceRecord
 # An all-reduce that is waited for and gets lost goes out again, but not for ever.
 _MOST_ATTEMPTS = 16
 _POLL_S = 0.0005
-
-_THE_SAME = "resume with the model that was saved, the same parameters trainable; freeze them then"
 
 
 class Fragment:
@@ -163,25 +162,38 @@ class Fragment:
         }
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def matching(
+        self, state: Mapping[str, Any], *, shared: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the live buffers with what a state, or what others share of it, has for them.
+
+        Raises:
+            ConfigurationError: The state is of other tensors.
+        """
+        mine = self._buffers()
+        if shared:
+            mine = {
+                name: {key: buffer for key, buffer in entries.items() if is_handed_over(key, state)}
+                for name, entries in mine.items()
+            }
+        dtypes = {n: t.dtype for n, t in zip(self.names(), self.tensors(), strict=True)}
+        return matching_buffers(mine, state["tensors"], written_as=dtypes)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()`` of this rank."""
-        self._load_buffers(self._buffers(), state["tensors"])
+        _write(self.matching(state))
         self._load_numbers(state)
 
     def begin_with(
         self, tensors: dict[str, dict[str, Any]], *, total_steps: int, weight: float | None
     ) -> None:
         """Begin rounds of another shape with saved buffers, of which nothing is in flight."""
-        self._load_buffers(self._buffers(), {name: tensors.get(name, {}) for name in self.names()})
+        _write(self.matching({"tensors": {name: tensors.get(name, {}) for name in self.names()}}))
         self.schedule.total_steps, self._state.weight = total_steps, weight
 
-    def load_shared(self, state: dict[str, Any]) -> None:
+    def load_shared(self, state: Mapping[str, Any]) -> None:
         """Stand where the workers stand in their round, at the anchor, with nothing of its own."""
-        mine = {
-            name: {key: buffer for key, buffer in entries.items() if is_handed_over(key, state)}
-            for name, entries in self._buffers().items()
-        }
-        self._load_buffers(mine, state["tensors"])
+        _write(self.matching(state, shared=True))
         self._load_numbers(state)
         self._state.weight = None
         self._state.own_share = 1.0 / self._shared.transport.world_size
@@ -196,24 +208,6 @@ class Fragment:
         ]
         return dict(zip(self.names(), views, strict=True))
 
-    def _load_buffers(
-        self, mine: dict[str, dict[str, torch.Tensor]], saved: dict[str, dict[str, Any]]
-    ) -> None:
-        for name, entries in mine.items():
-            for key, buffer in entries.items():
-                found = saved.get(name, {}).get(key)
-                if found is None or found.shape != buffer.shape:
-                    there = "nothing" if found is None else tuple(found.shape)
-                    message = (
-                        f"the saved outer state has {there} for the {key} of {name}, the model "
-                        f"has {tuple(buffer.shape)}"
-                    )
-                    raise ConfigurationError(message, hint=_THE_SAME)
-                buffer.copy_(found)
-        if gone := sorted(saved.keys() - mine.keys()):
-            message = f"the saved outer state has {gone[0]}, which this model does not train"
-            raise ConfigurationError(message, hint=_THE_SAME)
-
     def _numbers(self) -> dict[str, Any]:
         return {
             "schedule": self.schedule.state(),
@@ -221,7 +215,7 @@ class Fragment:
             "outer_steps": 0 if self._optimizer is None else self._optimizer.steps,
         }
 
-    def _load_numbers(self, state: dict[str, Any]) -> None:
+    def _load_numbers(self, state: Mapping[str, Any]) -> None:
         self.schedule.restore(state["schedule"])
         self._state = OuterState(**state["scalars"])
         self._round_began_s = None
@@ -698,3 +692,8 @@ class Fragment:
             (self._state.weight,) = worker.sum([self._state.weight])
         if self.groups:  # an optimizer's states are sharded as their parameters are
             worker.average([tensor for group in self.averaged for tensor in group.tensors])
+
+
+def _write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, value in pairs:
+        buffer.copy_(value)

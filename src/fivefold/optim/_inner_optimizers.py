@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
@@ -49,8 +48,24 @@ def group_of(optimizers: Iterable[torch.optim.Optimizer], parameter: torch.Tenso
 _WAYS = {"params", "foreach", "fused", "capturable", "differentiable"}  # to the same numbers
 
 
-def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[object, ...]]:
-    """Return what the ranks must have alike: kinds, numbers of parameters and settings."""
+# What torch's schedules move, and where they keep what they move it between.
+_SCHEDULED = {
+    *("lr", "initial_lr", "max_lr", "min_lr", "swa_lr"),
+    *("momentum", "base_momentum", "max_momentum", "betas"),
+}
+
+
+def optimizer_settings(
+    optimizers: Iterable[torch.optim.Optimizer], *, at_any_time: bool = False
+) -> list[tuple[object, ...]]:
+    """Return what the ranks must have alike: kinds, numbers of parameters and settings.
+
+    Args:
+        optimizers: The inner optimizers.
+        at_any_time: Whether some ranks are in the middle of a run where others begin, so that what
+            schedules move may differ.
+    """
+    left_out = _WAYS | (_SCHEDULED if at_any_time else set())
     found: list[tuple[object, ...]] = []
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
@@ -59,7 +74,7 @@ def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[tupl
             found += [
                 (kind, f"group {number}", key, float(value) if _is_number(value) else value)
                 for key, value in sorted(group.items())
-                if key not in _WAYS and _is_plain(value)
+                if key not in left_out and _is_plain(value)
             ]
     return found
 
@@ -73,40 +88,6 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, str)) or _is_number(value)
-
-
-def require_local(
-    model: torch.nn.Module,
-    optimizers: Iterable[torch.optim.Optimizer],
-    *,
-    others: Container[int],
-) -> None:
-    """Refuse modules and optimizers that communicate with ranks of other workers by themselves.
-
-    Args:
-        model: The model, whose modules may be wrapped in DistributedDataParallel.
-        optimizers: The inner optimizers, which may be sharded ones.
-        others: The ranks of other workers.
-
-    Raises:
-        ConfigurationError: Names the module or the optimizer.
-    """
-    parallel = torch.nn.parallel.DistributedDataParallel
-    found: list[tuple[str, Any]] = [
-        (f"{name or 'the model'} is wrapped in DistributedDataParallel", module.process_group)
-        for name, module in model.named_modules()
-        if isinstance(module, parallel)
-    ]
-    for optimizer in optimizers:
-        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-            what = "ZeroRedundancyOptimizer sends its part of the parameters to all ranks"
-            found.append((what, getattr(optimizer, "process_group", None)))
-    for what, group in found:
-        ranks = dist.get_process_group_ranks(group) if group is not None else []
-        if any(rank in others for rank in ranks):
-            message = f"{what}, over ranks {ranks}, at every step"
-            hint = "take the wrapper or the sharding away, or give it the ranks of one worker alone"
-            raise ConfigurationError(message, hint=hint)
 
 
 def _unwrapped(optimizer: Any) -> Any:

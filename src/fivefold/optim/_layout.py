@@ -58,18 +58,6 @@ def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
     return tuple(name for name, wanted in needed.items() if wanted)
 
 
-def carries_rest(rule: OuterRule) -> bool:
-    """Return whether a rule writes what is not its anchor, so that 16-bit tensors need a rest.
-
-    What a write of the anchor itself rounds away is known from the anchor.
-    """
-    if rule.merge == "gradients":
-        return isinstance(rule, DelayedGradients) and rule.extrapolation > 0
-    if rule.merge == "replace":
-        return rule.delay_steps is not None or (rule.delayed and rule.auto_tau is not None)
-    return rule.merge in {"correct", "pull"}
-
-
 def trainable(model: torch.nn.Module, *, apart: Container[str] = ()) -> dict[str, torch.Tensor]:
     """Return the trainable parameters by name, each piece of memory once.
 
@@ -128,7 +116,7 @@ def _fragment(
     buffers: Iterable[torch.Tensor] = (),
 ) -> Fragment:
     share = RowShare() if context.worker is None else context.worker.share
-    rest = ("rest",) if carries_rest(context.rule) else ()
+    rest = ("rest",) if context.rule.carries_rest else ()
     groups, averaged = (
         flat_groups(tensors, extras=kept, share=share, device=context.outer_device, least=least)
         for tensors, kept, least in (
@@ -433,14 +421,19 @@ class LateParameters:
         """Return what is not known yet, by name, after following replaced objects."""
         reshard(self._model)  # FSDP's gathered parameters would look like replaced ones
         groups = list(groups)
-        for name, new in self._model.named_buffers():
-            old = self._buffers.get(name, new)
-            if old is not new:
-                _follow(groups, name, old=old, new=new)
-                self._buffers[name] = new
+        for name, buffer in self._model.named_buffers():
+            old = self._buffers.get(name, buffer)
+            if old is not buffer:
+                _follow(groups, name, old=old, new=buffer)
+                self._buffers[name] = buffer
         known = {id(p) for p in self._known.values()}
-        now = trainable(self._model, apart=self._apart)
-        unknown = {n: p for n, p in now.items() if id(p) not in known}
+        parameters = self._model.named_parameters()
+        new = [name for name, p in parameters if p.requires_grad and id(p) not in known]
+        unknown: dict[str, torch.Tensor] = {}
+        if any(plain_name(name) not in self._apart for name in new):
+            # Which memory a parameter has is looked at where there is one that was not seen before.
+            now = trainable(self._model, apart=self._apart)
+            unknown = {n: p for n, p in now.items() if id(p) not in known}
         still_there = {id(p) for p in self._model.parameters()} if unknown else set()
         for name in list(unknown):
             before = self._known.get(name)

@@ -17,6 +17,22 @@ from fivefold.optim.transport import Transport
 _LOG = logging.getLogger(__name__)
 
 
+def require_weight(weight: object, *, before: bool | None) -> None:
+    """Refuse a step's weight that is no number, or that only some steps have.
+
+    Args:
+        weight: What ``OuterSync.step`` was given; None for equal weights.
+        before: Whether the steps before had one; None where there were none.
+    """
+    number = hasattr(weight, "__float__")  # also a tensor of one element
+    if weight is not None and not (number and 0 <= weight < float("inf")):  # type: ignore[operator]
+        message = f"weight must be finite and not negative; got {weight!r}"
+        raise ConfigurationError(message, hint="pass the step's number of tokens")
+    if before not in {None, weight is not None}:
+        message = "some steps have a weight and others have none"
+        raise ConfigurationError(message, hint="call step(weight=...) at every step or nowhere")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MetadataReading:
     """Entries of all ranks in the metadata of one all-reduce, in slot order.

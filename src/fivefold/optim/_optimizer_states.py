@@ -190,7 +190,7 @@ class StateFragment(Fragment):
     def _numbers(self) -> dict[str, Any]:
         return super()._numbers() | {"sent_at_step": self._sent_at_step}
 
-    def _load_numbers(self, state: dict[str, Any]) -> None:
+    def _load_numbers(self, state: Mapping[str, Any]) -> None:
         super()._load_numbers(state)
         self._sent_at_step = state["sent_at_step"]
         self._look()

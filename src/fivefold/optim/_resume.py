@@ -8,19 +8,19 @@ a round as it were; the new rounds then begin, and nothing is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._flat import Piece
+from fivefold.optim._flat import Piece, is_narrow
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._merge import MERGES, MergeTask, outer_coefficients
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import OuterState, changed_settings
+from fivefold.optim._state import OuterState, changed_settings, rounded_away
 from fivefold.optim._update import PieceStatistics
 from fivefold.optim.transport import Transport
 
@@ -28,9 +28,22 @@ _LOG = logging.getLogger(__name__)
 
 
 def agree_to_load(
-    state: Mapping[str, Any], settings: dict[str, Any], *, place: object, transport: Transport
+    state: Mapping[str, Any],
+    settings: dict[str, Any],
+    *,
+    place: object,
+    transport: Transport,
+    fit: Callable[[set[str], bool], None],
 ) -> tuple[set[str], bool]:
     """Check a state on all ranks together: what one cannot load is refused by all.
+
+    Args:
+        state: What is to be loaded.
+        settings: Those of this engine.
+        place: This rank's place in its worker.
+        transport: Between the ranks.
+        fit: Given what has changed, and whether this rank loads what is another's, it refuses
+            tensors that are not the model's. Nothing has been written by then.
 
     Returns:
         The settings that have changed and may, and whether any rank loads what another rank, or
@@ -40,6 +53,7 @@ def agree_to_load(
     try:
         changed = changed_settings(state, settings)
         _require_place(state, place)
+        fit(changed, (state["rank"], state["world_size"]) != here)
     except ConfigurationError as error:
         problem = error
     then = None if problem is not None else (state["rank"], state["world_size"])
@@ -82,15 +96,49 @@ def restore(
             fragment.schedule.retune(rule.first_tau, delay_steps=rule.delay_steps)
 
 
+def require_fit(
+    state: Mapping[str, Any],
+    fragments: Sequence[Fragment],
+    *,
+    changed: Container[str],
+    stranger: bool,
+    whole: bool,
+) -> None:
+    """Refuse a state of other tensors than this model's.
+
+    Args:
+        state: What is to be loaded.
+        fragments: All of the engine's.
+        changed: The settings that it has otherwise.
+        stranger: Whether it is another rank's.
+        whole: Whether this engine can only go on with the parts that were saved.
+
+    Raises:
+        ConfigurationError: Names what differs.
+    """
+    if "fragments" not in changed:
+        for fragment in fragments:
+            fragment.matching(state["fragments"][str(fragment.index)], shared=stranger)
+        return
+    if stranger or whole:
+        message = "the saved outer state has another number of fragments"
+        hint = "change it on the same ranks, without average_states and shard_group"
+        raise ConfigurationError(message, hint=hint)
+    saved = {name for part in state["fragments"].values() for name in part["tensors"]}
+    if strange := sorted(saved ^ _live_tensors(fragments).keys()):
+        message = f"{strange[0]} is in the saved outer state or in this model, and not in both"
+        raise ConfigurationError(message, hint="resume with the same parameters trainable")
+
+
+def _live_tensors(fragments: Iterable[Fragment]) -> dict[str, torch.Tensor]:
+    return {n: t for f in fragments for n, t in zip(f.names(), f.tensors(), strict=True)}
+
+
 def begin_other_rounds(
     state: Mapping[str, Any], fragments: Sequence[Fragment], rule: OuterRule, *, inner_lr: float
 ) -> None:
     """Go on with parts that are cut otherwise."""
-    live = {n: t for f in fragments for n, t in zip(f.names(), f.tensors(), strict=True)}
-    saved = {name for part in state["fragments"].values() for name in part["tensors"]}
-    if strange := sorted(saved ^ live.keys()):
-        message = f"{strange[0]} is in the saved outer state or in this model, and not in both"
-        raise ConfigurationError(message, hint="resume with the same parameters trainable")
+    live = _live_tensors(fragments)
     tensors = _merged_tensors(
         state["fragments"],
         rule=rule,
@@ -117,6 +165,10 @@ def _merged_tensors(
             name: {key: value.clone() for key, value in entries.items()}
             for name, entries in part["tensors"].items()
         }
+        if rule.carries_rest:  # what the rounds that were saved had no use for
+            for name, entries in tensors.items():
+                if is_narrow(live[name]) and "rest" not in entries:
+                    entries["rest"] = rounded_away(entries["anchor"], live[name].dtype)
         found |= tensors
         reading = MetadataReading(**part["in_flight"]["reading"])
         in_flight = part["schedule"]["in_flight_round"] is not None

@@ -179,6 +179,16 @@ class OuterRule:
         return self
 
     @property
+    def carries_rest(self) -> bool:
+        """Return whether it writes what is not its anchor, so that 16-bit tensors need a rest.
+
+        What a write of the anchor itself rounds away is known from the anchor.
+        """
+        if self.merge == "replace":
+            return self.delay_steps is not None or (self.delayed and self.auto_tau is not None)
+        return self.keeps_local
+
+    @property
     def local_share(self) -> float:
         """Return s of the merge "pull"."""
         return 0.0

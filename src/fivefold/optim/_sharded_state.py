@@ -79,15 +79,13 @@ class StateForm:
                 self._take_numbers(state["fragments"][index], numbers)
         state |= {key: current[key] for key in ("rank", "place")}
         for index, part in current["fragments"].items():
-            state["fragments"][index]["tensors"] = {
-                name: {
-                    key: _unwrapped(
-                        (shared if is_shared(key) else worker)["tensors"][name][key], like=value
-                    )
+            tensors = state["fragments"][index]["tensors"] = {}
+            for name, buffers in part["tensors"].items():
+                tensors[name] = {
+                    key: _unwrapped(entries[name][key], like=value)
                     for key, value in buffers.items()
+                    if key in (entries := (shared if is_shared(key) else worker)["tensors"])[name]
                 }
-                for name, buffers in part["tensors"].items()
-            }
         return state
 
     def _wrap(self, tensor: torch.Tensor, value: Any) -> Any:

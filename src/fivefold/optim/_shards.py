@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._comm_thread import named_errors
-from fivefold.optim.transport import as_group, broadcast_bytes, end_group
+from fivefold.optim.transport import OWN_GROUP, as_group, broadcast_bytes, end_group
 
 # As much is gathered at once; the room for it is S times as large.
 _BUCKET_BYTES = 2**20
@@ -93,7 +93,10 @@ class WorkerGroup:
         self._rank = dist.get_rank()
         with named_errors(self._rank, "the set-up of the worker's process group"):
             self._group = dist.new_group(
-                list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+                list(ranks),
+                timeout=timedelta(seconds=timeout_s),
+                use_local_synchronization=True,
+                group_desc=OWN_GROUP,
             )
         self.place = self.ranks.index(self._rank)
         self.size = len(self.ranks)

@@ -36,7 +36,9 @@ def start_equal(
     mine: dict[str, Any] = {
         "rule": plain_settings(context.rule),
         "parameters": parameter_shapes(model, apart=context.apart),
-        "optimizer": optimizer_settings(optimizers),
+        "optimizer": optimizer_settings(
+            optimizers, at_any_time=bool(getattr(transport, "may_lose", False))
+        ),
         "codec": wire_format(transport),
         "check": context.check_every_rounds,
         "outlier_factor": context.outlier_factor,

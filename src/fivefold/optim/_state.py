@@ -154,6 +154,52 @@ def require_same(
     return changed
 
 
+_THE_SAME = "resume with the model that was saved, the same parameters trainable; freeze them then"
+
+
+def matching_buffers(
+    mine: Mapping[str, Mapping[str, torch.Tensor]],
+    saved: Mapping[str, Mapping[str, Any]],
+    *,
+    written_as: Mapping[str, torch.dtype],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return every buffer with what it was saved as; nothing is written.
+
+    Args:
+        mine: Buffers by tensor and then by what they are.
+        saved: The same, as they were saved. Rounds that had no use for a rest have written the
+            anchor, so theirs is what that write rounded away.
+        written_as: Data types of the live tensors.
+
+    Raises:
+        ConfigurationError: Names the first tensor that is on one side only, or of another shape.
+    """
+    pairs = []
+    for name, entries in mine.items():
+        found = dict(saved.get(name, {}))
+        if "rest" in entries and "anchor" in found and "rest" not in found:
+            found["rest"] = rounded_away(found["anchor"], written_as[name])
+        for key, buffer in entries.items():
+            value = found.get(key)
+            if value is None or value.shape != buffer.shape:
+                there = "nothing" if value is None else tuple(value.shape)
+                message = (
+                    f"the saved outer state has {there} for the {key} of {name}, the model "
+                    f"has {tuple(buffer.shape)}"
+                )
+                raise ConfigurationError(message, hint=_THE_SAME)
+            pairs.append((buffer, value))
+    if gone := sorted(saved.keys() - mine.keys()):
+        message = f"the saved outer state has {gone[0]}, which this model does not train"
+        raise ConfigurationError(message, hint=_THE_SAME)
+    return pairs
+
+
+def rounded_away(values: torch.Tensor, written_as: torch.dtype) -> torch.Tensor:
+    """Return what is lost of values of the outer state where they are written."""
+    return values - values.to(written_as).to(values.dtype)
+
+
 OF_OPTIMIZER = "outer_optimizer."
 """What the names of an outer optimizer's own tensors begin with."""
 
@@ -163,7 +209,7 @@ def is_shared(key: str) -> bool:
     return key in ("anchor", "momentum", "payload") or key.startswith(OF_OPTIMIZER)
 
 
-def is_handed_over(key: str, state: dict[str, Any]) -> bool:
+def is_handed_over(key: str, state: Mapping[str, Any]) -> bool:
     """Return whether a peer hands a buffer over: no sum that is only launched."""
     return is_shared(key) and (key != "payload" or "in_flight" in state)
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._automatic_round import automatic_round
+from fivefold.optim._communicating import CommunicationWatch, require_local
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
 from fivefold.optim._fixed import FixedWatch
 from fivefold.optim._fragment import Fragment
@@ -30,7 +31,6 @@ from fivefold.optim._inner_optimizers import (
     forget_nonsense,
     forget_steps,
     group_of,
-    require_local,
     require_moved,
 )
 from fivefold.optim._kept_apart import kept_names, names_of, plain_name
@@ -47,9 +47,9 @@ from fivefold.optim._layout import (
     rule_for,
     state_extras,
 )
-from fivefold.optim._metadata import MetadataReading
+from fivefold.optim._metadata import MetadataReading, require_weight
 from fivefold.optim._optimizer_states import state_fragments
-from fivefold.optim._resume import agree_to_load, begin_other_rounds, restore
+from fivefold.optim._resume import agree_to_load, begin_other_rounds, require_fit, restore
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
@@ -228,7 +228,9 @@ class OuterSync:
         self._steps = 0
         self._weighted: bool | None = None
         self._late = LateParameters(model, apart=self._apart)
-        self._fixed = FixedWatch(self._fixed_tensors(), every_rounds=check_every_rounds)
+        self._fixed = FixedWatch(
+            model, list(self._fixed_tensors()), every_rounds=check_every_rounds
+        )
         self._adopting = False
         options["check_every_rounds"] = check_every_rounds
         self._context = self._make_context(shard_group, **options)
@@ -254,6 +256,7 @@ class OuterSync:
             averaged_states=self._averaged_states,
         )
         self._tau = automatic_round(rule, self._fragments, context=self._context)
+        self._watch = CommunicationWatch(self._optimizers, others=self._others)
 
     def _make_context(
         self,
@@ -262,9 +265,7 @@ class OuterSync:
         timeout_s: float,
         **options: Any,
     ) -> EngineContext:
-        ranks: Sequence[int] = getattr(self._transport, "global_ranks", ())
-        others = [rank for place, rank in enumerate(ranks) if place != self._transport.rank]
-        require_local(self._model, self._optimizers, others=others)
+        require_local(self._model, self._optimizers, others=self._others)
         self._worker = find_worker(
             self._model,
             shard_group,
@@ -306,13 +307,7 @@ class OuterSync:
             NonFiniteError: No rank had a finite payload; names ranks, round and parameters.
         """
         self._require_open()
-        number = hasattr(weight, "__float__")  # also a tensor of one element
-        if weight is not None and not (number and 0 <= weight < float("inf")):
-            message = f"weight must be finite and not negative; got {weight!r}"
-            raise ConfigurationError(message, hint="pass the step's number of tokens")
-        if self._weighted not in {None, weight is not None}:
-            message = "some steps have a weight and others have none"
-            raise ConfigurationError(message, hint="call step(weight=...) at every step or nowhere")
+        require_weight(weight, before=self._weighted)
         self._weighted = weight is not None
         self._steps += 1
         if self._gradients is not None:
@@ -505,17 +500,16 @@ class OuterSync:
             ConfigurationError: The state is of another rule or model.
         """
         changed, stranger = agree_to_load(
-            state, self._settings(), place=self._place, transport=self._transport
+            state,
+            self._settings(),
+            place=self._place,
+            transport=self._transport,
+            fit=functools.partial(self._require_fit, state),
         )
-        self._look_for_late()  # and follow parameters that the model's loader replaced
         for fragment in self._all_fragments():
             fragment.land()  # nothing may write into what is restored
         self._steps, self._weighted = state["steps"], None
         self._meter.restore(state["meter"])
-        if "fragments" in changed and (stranger or self._states or self._context.worker):
-            message = "the saved outer state has another number of fragments"
-            hint = "change it on the same ranks, without average_states and shard_group"
-            raise ConfigurationError(message, hint=hint)
         if "fragments" in changed:
             begin_other_rounds(state, self._fragments, self._rule, inner_lr=self._inner_lr())
         elif stranger:
@@ -529,6 +523,11 @@ class OuterSync:
             restore(state, self._all_fragments(), self._rule, changed=changed)
             if "codec" not in changed:  # what another codec has kept is lost
                 self._transport.load_state_dict(state["transport"])
+
+    def _require_fit(self, state: dict[str, Any], changed: set[str], stranger: bool) -> None:  # noqa: FBT001
+        self._look_for_late()  # and follow parameters that the model's loader replaced
+        whole = bool(self._states) or self._context.worker is not None
+        require_fit(state, self._all_fragments(), changed=changed, stranger=stranger, whole=whole)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the state by parameter, for ``torch.distributed.checkpoint``; collective.
@@ -618,12 +617,19 @@ class OuterSync:
         self._closed = True
         if self._gradients is not None:
             self._gradients.close()
+        self._watch.close()
         if isinstance(self._transport, ProcessGroupTransport) and self._made_transport:
             self._transport.close()
         if self._worker is not None:
             self._worker.close()
 
     # -- small helpers ----------------------------------------------------------------------------
+
+    @property
+    def _others(self) -> list[int]:
+        """The ranks of the process group beside this one."""
+        ranks: Sequence[int] = getattr(self._transport, "global_ranks", ())
+        return [rank for place, rank in enumerate(ranks) if place != self._transport.rank]
 
     @property
     def _place(self) -> int:

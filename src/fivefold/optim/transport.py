@@ -27,6 +27,9 @@ _LEAST_PROBE = 1 << 14  # elements; the time of fewer is all latency
 _PROBES = 5
 _PROBE_PATIENCE_S = 1.0
 
+OWN_GROUP = "fivefold outer synchronisation"
+"""What the groups that an engine makes for itself are called."""
+
 
 class PendingAllReduce(Protocol):
     """One sum over the ranks on its way."""
@@ -143,6 +146,7 @@ class ProcessGroupTransport:
                 members,
                 timeout=timedelta(seconds=timeout_s),
                 use_local_synchronization=process_group is not None,
+                group_desc=OWN_GROUP,
             )
         self._global_root = members[0]
         self._thread = CommunicationThread(

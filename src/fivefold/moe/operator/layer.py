@@ -345,15 +345,16 @@ class MoE(nn.Module):
     def reset_parameters(self) -> None:
         """Draw weights uniformly within 1 / sqrt(inputs), as ``nn.Linear``; biases are zero.
 
-        A rank draws all experts one by one and keeps its own: from the same seed ranks have the
-        experts of one process, and not each the same ones.
+        Experts are drawn one by one, whatever the device's generator makes of larger tensors, and a
+        rank keeps its own: from the same seed ranks have the experts of one process, and not each
+        the same ones.
         """
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 bound = 1.0 / math.sqrt(parameter.shape[-1])
                 if name.endswith(("b13", "b2")):
                     parameter.zero_()
-                elif name.startswith("experts.") and self.rank_share is not None:
+                elif name.startswith("experts."):
                     first, stop, total = self.experts.share
                     one = torch.empty_like(parameter[0])
                     for expert in range(total):
