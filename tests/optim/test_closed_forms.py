@@ -15,6 +15,7 @@ from fivefold.optim import (
     OuterSync,
     SlowMo,
     StabilityWarning,
+    StreamingDiLoCo,
 )
 from fivefold.testing import run_world
 
@@ -182,3 +183,12 @@ def test_delay_corrected_equals_local_training_when_workers_agree():
     xs = mode_trajectory(DelayCorrected(tau=TAU, fragments=1), 0.8, 20)
     a = contraction(0.8)
     assert xs == pytest.approx([(1 - a) ** t for t in range(21)], rel=1e-11)
+
+
+@pytest.mark.parametrize("kind", [DiLoCo, StreamingDiLoCo])
+def test_the_default_momentum_is_the_papers_in_rounds_as_long_as_the_papers(kind):
+    """Its shortest have 50 steps; at tau 8 the same momentum loses 0.38 bits per byte."""
+    chosen = {tau: kind(tau=tau).outer_momentum for tau in (1, 8, 49, 50, 500)}
+    assert chosen == {1: 0.5, 8: 0.5, 49: 0.5, 50: 0.9, 500: 0.9}
+    assert kind(tau=8, outer_momentum=0.9).outer_momentum == 0.9
+    assert kind(tau=500, outer_momentum=0.0).outer_momentum == 0.0

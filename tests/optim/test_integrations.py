@@ -63,12 +63,12 @@ torch.distributed.destroy_process_group()
 """
 
 
-def on_two_ranks(folder, text):
+def on_two_ranks(folder, text, *arguments):
     script = folder / "train.py"
     script.write_text(text)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
-        [*launcher, script],
+        [*launcher, script, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -226,4 +226,174 @@ for rule in (DiLoCo(tau=4), DelayCorrected(tau=4, fragments=1)):
 def test_weights_that_a_lightning_callback_puts_in_at_the_end_stay_there(tmp_path):
     pytest.importorskip("pytorch_lightning")
     done = on_two_ranks(tmp_path, LIGHTNING)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+SAVED = """
+import logging, os, sys
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from fivefold.optim import DelayCorrected, OuterSync
+from fivefold.optim.integrations import disable_ddp
+
+logging.basicConfig(level=logging.WARNING, format="log %(message)s")
+
+def make():
+    accelerator = Accelerator(cpu=True)
+    disable_ddp(accelerator)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    sync = OuterSync(model, optimizer, rule=DelayCorrected(tau=4, fragments=2))
+    accelerator.register_for_checkpointing(sync)
+    return accelerator, model, optimizer, sync
+
+def train(parts, first, last):
+    accelerator, model, optimizer, sync = parts
+    for step in range(first, last):
+        g = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+        x = torch.randn(16, 8, generator=g)
+        accelerator.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
+
+folder, parts = sys.argv[1], make()
+train(parts, 0, 13)
+parts[0].save_state(folder)
+dist.barrier()
+anchor = []
+with parts[3].global_parameters():
+    anchor.append(torch.cat([p.detach().flatten().clone() for p in parts[1].parameters()]))
+parts = make()
+parts[0].load_state(folder)
+begun = torch.cat([p.detach().flatten() for p in parts[1].parameters()])
+train(parts, 13, 120)
+parts[3].finalize()
+weights = torch.cat([p.detach().flatten() for p in parts[1].parameters()])
+assert parts[3].statistics().steps == 120, parts[3].statistics()
+torch.testing.assert_close(begun, anchor[0])  # by hand: from the anchor, without the open steps
+torch.testing.assert_close(weights[:8], torch.ones(8), rtol=0, atol=0.2)
+print(f"weights {weights.tolist()}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_the_state_that_accelerate_saves_of_rank_0_goes_on_at_the_anchor(tmp_path):
+    done = on_two_ranks(tmp_path, SAVED, str(tmp_path / "state"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = re.findall("^weights .*$", done.stdout, re.MULTILINE)
+    assert len(set(lines)) == 1
+    assert len(lines) == 2
+    assert "log 1 of 2 ranks load another rank's outer state" in done.stderr
+
+
+TRAINER = """
+import sys
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from fivefold.optim import LocalSGD
+from fivefold.optim.integrations import use_outer_sync
+
+class Counting(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        tokens = (index % 16 + (1 + index // 16 % 3) * torch.arange(8)) % 16
+        return {"input_ids": tokens, "labels": tokens}
+
+def train(local):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+    arguments = TrainingArguments(
+        output_dir=sys.argv[1], max_steps=12, use_cpu=True, report_to=[], disable_tqdm=True,
+        optim="sgd", learning_rate=0.1, max_grad_norm=0.0, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, save_strategy="no", logging_strategy="no",
+    )
+    trainer = Trainer(model, arguments, train_dataset=Counting())
+    if local:
+        use_outer_sync(trainer, LocalSGD(tau=1))
+    trainer.train()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+local, ddp = train(True), train(False)
+torch.testing.assert_close(local, ddp, rtol=0, atol=1e-5)
+print(f"sum {float(local.double().sum())!r}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_the_trainer_with_tau_1_is_the_trainer_with_ddp(tmp_path):
+    done = on_two_ranks(tmp_path, TRAINER, str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = re.findall("^sum .*$", done.stdout, re.MULTILINE)
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+
+
+EMA = """
+import warnings
+import pytorch_lightning as lightning
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import EMAWeightAveraging
+from pytorch_lightning.strategies import DDPStrategy
+from fivefold.optim import DelayCorrected, LocalSGD
+from fivefold.optim.integrations import lightning_strategy
+
+warnings.filterwarnings("ignore")
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, _):
+        return (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+dist.init_process_group("gloo")
+
+def train(strategy, steps):
+    module = Net()
+    trainer = lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, logger=False, max_steps=steps,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        max_epochs=-1, callbacks=[EMAWeightAveraging(decay=0.8)],
+    )
+    data = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+def ours(rule):
+    return lightning_strategy(rule, strategy={"process_group_backend": "gloo"})
+
+by_ddp = train(DDPStrategy(process_group_backend="gloo"), 10)
+torch.testing.assert_close(train(ours(LocalSGD(tau=1)), 10), by_ddp)
+hidden = train(ours(DelayCorrected(tau=4)), 300)
+torch.testing.assert_close(hidden, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]), rtol=0, atol=1e-3)
+both = [torch.empty_like(hidden) for _ in range(2)]
+dist.all_gather(both, hidden)
+assert torch.equal(*both)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_lightnings_own_average_of_weights_is_that_under_ddp(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    done = on_two_ranks(tmp_path, EMA)
     assert done.returncode == 0, done.stderr[-3000:]

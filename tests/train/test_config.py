@@ -287,7 +287,8 @@ def test_what_is_written_is_read_back_equal(tmp_path_factory, run, data, optim, 
 
 def test_keys_that_are_left_out_are_the_methods_own(load):
     sync = load("[sync]\nmethod = 'diloco'\n").sync
-    assert (sync.outer_lr, sync.outer_momentum, sync.staleness, sync.pull) == (0.7, 0.9, None, None)
+    assert sync.outer_lr == 0.7
+    assert (sync.outer_momentum, sync.staleness, sync.pull) == (None, None, None)
     assert load("[sync]\ntau = 'auto'\n").sync.auto_tau == AutoTauConfig()
     sync = load("", "sync.method=outer_optimizer", "sync.optimizer=AdamW").sync
     assert (sync.optimizer, sync.options) == ("AdamW", None)

@@ -26,7 +26,7 @@ _ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16} 
     "shard": None,
 }
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
-_NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
+_NESTEROV = {"outer_lr": 0.7, "outer_momentum": None}  # the rule's, by tau
 
 DEFAULT_METHOD: Final = "delay_corrected"  # the rule that guides/which_rule_when.md recommends
 # Keys of each method with their defaults; None where there is none. A test compares them with
@@ -147,7 +147,7 @@ class SyncConfig(Section):
     outer_lr: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     """learning rate of the outer step, at most 10; 1 takes the mean of the ranks"""
     outer_momentum: Momentum | None = None
-    """momentum of the outer step, in [0, 1)"""
+    """momentum of the outer step, in [0, 1); of the DiLoCo methods by tau where it is left out"""
     staleness: Annotated[Text | None, BeforeValidator(_staleness)] = None
     """name of the staleness penalty"""
     clip: Annotated[float, Field(gt=0)] | None = None
