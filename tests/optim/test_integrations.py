@@ -244,7 +244,7 @@ def make():
     disable_ddp(accelerator)
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     sync = OuterSync(model, optimizer, rule=DelayCorrected(tau=4, fragments=2))
     accelerator.register_for_checkpointing(sync)
