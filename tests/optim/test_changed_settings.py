@@ -1,6 +1,7 @@
 """A run that goes on with other rounds keeps momentum, sum in flight and local steps."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,3 +168,81 @@ def test_the_momentum_is_kept(before, after):
 def test_what_may_not_change_is_refused_with_the_first_difference(before, after, told):
     with pytest.raises(ConfigurationError, match=told):
         run_world(2, lambda t: work(t, before, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (LocalSGD(tau=4), LocalSGD(tau=3)),
+        (CO2(tau=4, **PLAIN), CO2(tau=6, **PLAIN)),
+        (CO2(tau=8, fragments=2, **PLAIN), CO2(tau=4, fragments=2, **PLAIN)),
+        (DelayCorrected(tau=8, fragments=2), DelayCorrected(tau=4, fragments=2, delay_steps=3)),
+        (DelayCorrected(tau=4), DelayCorrected(tau=12)),
+    ],
+    ids=lambda rule: f"{rule.tau}-{rule.num_fragments}-{rule.delay_steps}",
+)
+def test_a_schedule_of_tau_loses_no_step(before, after):
+    def run(transport):
+        model = torch.nn.ParameterList(torch.zeros(3, dtype=torch.float64) for _ in range(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = OuterSync(model, optimizer, rule=before, transport=transport)
+        for step in range(STEPS):
+            if step == CUT:
+                sync.set_rule(after)
+            for p in model:
+                p.data.add_(1.0 + transport.rank)
+            sync.step()
+        rounds = sync.statistics()
+        assert rounds.tau == after.tau
+        sync.finalize()
+        return torch.cat([p.detach() for p in model])
+
+    expected = torch.full((12,), 2.0 * STEPS, dtype=torch.float64)
+    for found in run_world(3, run):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+def test_a_schedule_of_the_outer_learning_rate_is_the_recursion_by_hand():
+    """SlowMo by hand: m <- b m + D, x <- x - a m; each rank moves by its own amount a round."""
+    rates = [1.0, 0.5, 0.25, 0.125]
+
+    def run(transport):
+        model = torch.nn.ParameterList([torch.zeros(2, dtype=torch.float64)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rule = SlowMo(tau=2, units="delta", outer_momentum=0.5)
+        sync = OuterSync(model, optimizer, rule=rule, transport=transport)
+        for rate in rates:
+            sync.set_rule(replace(rule, outer_lr=rate))
+            for _ in range(2):
+                model[0].data.add_(1.0 + transport.rank)
+                sync.step()
+        return model[0].detach().clone()
+
+    x = momentum = 0.0
+    for rate in rates:
+        momentum = 0.5 * momentum - 3.0  # two steps of 1.5 in the mean
+        x -= rate * momentum
+    for found in run_world(2, run):
+        torch.testing.assert_close(found, torch.full((2,), x, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        (CO2(tau=4, clip=0.5), r"rule\.clip="),
+        (CO2(tau=4, fragments=2), "fragments cannot change in the middle"),
+        (CO2(tau=4, delay_steps=2), "delay_steps cannot change in the middle"),
+        (LocalSGD(tau=4), r"takes a CO2; got LocalSGD"),
+        (CO2(tau="auto"), r"rule\.tau="),
+    ],
+)
+def test_what_no_schedule_may_change_is_refused(after, told):
+    def run(transport):
+        model = torch.nn.ParameterList(torch.zeros(3) for _ in range(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = OuterSync(model, optimizer, rule=CO2(tau=4), transport=transport)
+        with pytest.raises(ConfigurationError, match=told):
+            sync.set_rule(after)
+        return sync.statistics().tau
+
+    assert run_world(2, run) == [4, 4]

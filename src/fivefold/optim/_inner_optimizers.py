@@ -299,3 +299,25 @@ def forget_nonsense(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     for entries in (e for each in optimizers for e in _by_parameter(each).values()):
         for value in entries.values():
             _mend(value)
+
+
+def begin_optimizers_again(
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    makes_state_late: Sequence[bool],
+    took_no_steps: bool,
+    keeps_count: bool,
+) -> None:
+    """Undo what steps that are left out did to the optimizers' states.
+
+    Args:
+        optimizers: The inner optimizers.
+        makes_state_late: For each, whether its first step makes its state.
+        took_no_steps: Whether they step with the mean gradient, so that they took none of those.
+        keeps_count: Whether the numbers of steps stay.
+    """
+    if took_no_steps:
+        forget_nonsense(optimizers)
+        return
+    for optimizer, late in zip(optimizers, makes_state_late, strict=True):
+        forget_steps(optimizer, makes_state_late=late, keeps_count=keeps_count)

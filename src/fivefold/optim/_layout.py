@@ -6,10 +6,11 @@ statistics) are averaged. Frozen parameters and other buffers are made equal onc
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import zlib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -254,6 +255,33 @@ def may_lose(transport: Transport) -> bool:
     return bool(getattr(transport, "may_lose", False))
 
 
+def most_parts(fragments: Iterable[Fragment], transport: Transport) -> int:
+    """Return the parts in which a model could be sent."""
+    if may_lose(transport):
+        return 1
+    tensors = [t for fragment in fragments for group in fragment.groups for t in group.tensors]
+    return most_fragments(tensors=len(tensors), num_bytes=sum(t.nbytes for t in tensors))
+
+
+@contextlib.contextmanager
+def at_the_anchor(model: torch.nn.Module, fragments: Iterable[Fragment]) -> Iterator[None]:
+    """Have the anchor in the model for the duration."""
+    reshard(model)
+    fragments = list(fragments)
+    live = [tensor for fragment in fragments for tensor in fragment.tensors()]
+    saved = [tensor.detach().clone() for tensor in live]
+    with torch.no_grad():
+        for fragment in fragments:
+            fragment.write_anchor()
+    try:
+        yield
+    finally:
+        reshard(model)
+        with torch.no_grad():
+            for tensor, value in zip(live, saved, strict=True):
+                tensor.copy_(value)
+
+
 def rule_for(
     rule: OuterRule, model: torch.nn.Module, transport: Transport, *, apart: Container[str]
 ) -> OuterRule:
@@ -410,8 +438,10 @@ class LateParameters:
     are announced in the metadata, so that all ranks adopt them at the same boundary.
     """
 
-    def __init__(self, model: torch.nn.Module, *, apart: Container[str] = ()) -> None:
-        self._model, self._apart = model, apart
+    def __init__(
+        self, model: torch.nn.Module, *, apart: Container[str] = (), never: bool = False
+    ) -> None:
+        self._model, self._apart, self._never = model, apart, never
         self._known = trainable(model, apart=apart)
         self._buffers = averaged_buffers(model, apart=apart)
         self._different_rounds = 0
@@ -440,6 +470,10 @@ class LateParameters:
             if before is not None and id(before) not in still_there:
                 _follow(groups, name, old=before, new=unknown[name])
                 self._known[name] = unknown.pop(name)
+        if unknown and self._never:
+            message = f"{next(iter(unknown))} became trainable, but membership may change meanwhile"
+            hint = "make all parameters trainable before the start, or do without elastic workers"
+            raise ConfigurationError(message, hint=hint)
         text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in unknown.items())
         self.announced = float(zlib.crc32(text.encode()) + 1) if unknown else 0.0
         return unknown

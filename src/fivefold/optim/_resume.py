@@ -20,7 +20,13 @@ from fivefold.optim._merge import MERGES, MergeTask, outer_coefficients
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import OuterState, changed_settings, rounded_away
+from fivefold.optim._state import (
+    EngineContext,
+    OuterState,
+    changed_settings,
+    rounded_away,
+    settings,
+)
 from fivefold.optim._update import PieceStatistics
 from fivefold.optim.transport import Transport
 
@@ -132,6 +138,38 @@ def require_fit(
 
 def _live_tensors(fragments: Iterable[Fragment]) -> dict[str, torch.Tensor]:
     return {n: t for f in fragments for n, t in zip(f.names(), f.tensors(), strict=True)}
+
+
+def change_rule(
+    context: EngineContext, fragments: Iterable[Fragment], rule: OuterRule, *, codec: str
+) -> OuterRule:
+    """Let an engine go on with a rule of other rounds or another outer learning rate.
+
+    Raises:
+        ConfigurationError: Names what may not change in the middle of a run.
+    """
+    before = context.rule
+    rule = rule.for_model(before.num_fragments) if isinstance(rule, OuterRule) else rule
+    if not isinstance(rule, OuterRule) or type(rule) is not type(before):
+        message = f"set_rule() takes a {type(before).__name__}; got {rule!r:.60}"
+        raise ConfigurationError(message, hint="make a new OuterSync for another rule")
+    number = before.num_fragments
+    found = {
+        "settings": settings(before, fragments=number, codec=codec),
+    }
+    changed = changed_settings(found, settings(rule, fragments=rule.num_fragments, codec=codec))
+    fixed = sorted(changed - {"rule.tau", "rule.delay_steps", "rule.outer_lr"})
+    if fixed or rule.carries_rest != before.carries_rest:
+        what = fixed[0].removeprefix("rule.") if fixed else "delay_steps"
+        message = f"{what} cannot change in the middle of a run"
+        hint = "save sync.state_dict(), and load it into a new OuterSync with this rule"
+        raise ConfigurationError(message, hint=hint)
+    context.rule = rule
+    if changed & {"rule.tau", "rule.delay_steps"}:
+        for fragment in fragments:
+            if fragment.index >= 0:
+                fragment.schedule.retune(rule.first_tau, delay_steps=rule.delay_steps)
+    return rule
 
 
 def begin_other_rounds(

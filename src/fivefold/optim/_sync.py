@@ -28,19 +28,20 @@ from fivefold.optim._fragment import Fragment
 from fivefold.optim._inner_optimizers import (
     WeightWatch,
     as_optimizers,
-    forget_nonsense,
-    forget_steps,
+    begin_optimizers_again,
     group_of,
     require_moved,
 )
 from fivefold.optim._kept_apart import kept_names, names_of, plain_name
 from fivefold.optim._layout import (
     LateParameters,
+    at_the_anchor,
     find_worker,
     fixed_tensors,
     late_fragment,
     make_fragments,
     may_lose,
+    most_parts,
     require_codec_for,
     require_same_names,
     require_usable,
@@ -49,8 +50,13 @@ from fivefold.optim._layout import (
 )
 from fivefold.optim._metadata import MetadataReading, require_weight
 from fivefold.optim._optimizer_states import state_fragments
-from fivefold.optim._resume import agree_to_load, begin_other_rounds, require_fit, restore
-from fivefold.optim._round_choice import most_fragments
+from fivefold.optim._resume import (
+    agree_to_load,
+    begin_other_rounds,
+    change_rule,
+    require_fit,
+    restore,
+)
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import WorkerGroup, reshard
@@ -227,7 +233,7 @@ class OuterSync:
         self._stability = StabilityWatch(self._rule)
         self._steps = 0
         self._weighted: bool | None = None
-        self._late = LateParameters(model, apart=self._apart)
+        self._late = LateParameters(model, apart=self._apart, never=may_lose(self._transport))
         self._fixed = FixedWatch(
             model, list(self._fixed_tensors()), every_rounds=check_every_rounds
         )
@@ -403,25 +409,30 @@ class OuterSync:
             for fragment in self._fragments:
                 fragment.begin_at_mean()
 
+    def set_rule(self, rule: OuterRule) -> None:
+        """Go on with another tau, delay or outer learning rate, as after a resume with that rule.
+
+        For schedules of them: all ranks call it after the same step. What is in flight and the
+        momenta stay, and rounds become longer or shorter in proportion to what is left of them.
+
+        Args:
+            rule: The same kind of rule, with as many fragments; what it leaves open stays.
+
+        Raises:
+            ConfigurationError: It differs in what may not change.
+        """
+        self._require_open()
+        self._rule = change_rule(self._context, self._all_fragments(), rule, codec=self._codec)
+        self._stability = StabilityWatch(self._rule)
+
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
         """Put the anchor, which is equal on all ranks, into the model for the duration.
 
         Use it to evaluate between boundaries. The local parameters come back afterwards.
         """
-        reshard(self._model)
-        live = [tensor for fragment in self._fragments for tensor in fragment.tensors()]
-        saved = [tensor.detach().clone() for tensor in live]
-        with torch.no_grad():
-            for fragment in self._fragments:
-                fragment.write_anchor()
-        try:
+        with at_the_anchor(self._model, self._fragments):
             yield
-        finally:
-            reshard(self._model)
-            with torch.no_grad():
-                for tensor, value in zip(live, saved, strict=True):
-                    tensor.copy_(value)
 
     def statistics(self) -> SyncStatistics:
         """Return the totals since the start (over resumes too) as a frozen record.
@@ -441,7 +452,7 @@ class OuterSync:
             delay_steps=schedule.delay_steps,
             codec=codec or self._codec,
             automatic=tuple(name for name, by in decided.items() if by is not None),
-            most_fragments=self._most_fragments(),
+            most_fragments=most_parts(self._fragments, self._transport),
         )
 
     def all_reduces(self) -> list[AllReduceRecord]:
@@ -645,39 +656,26 @@ class OuterSync:
             message = "this OuterSync has been closed"
             raise ConfigurationError(message, hint=hint)
 
-    def _most_fragments(self) -> int:
-        """Return the parts in which this model may be sent."""
-        if may_lose(self._transport):
-            return 1
-        tensors = [t for f in self._fragments for group in f.groups for t in group.tensors]
-        return most_fragments(tensors=len(tensors), num_bytes=sum(t.nbytes for t in tensors))
-
     def _all_fragments(self) -> list[Fragment]:
         """Return the parameters' fragments and then the optimizer states'."""
         return [*self._fragments, *self._states]
 
     def _look_for_late(self) -> dict[str, torch.Tensor]:
         """Return trainable parameters that are not known yet."""
-        found = self._late.look(g for fragment in self._fragments for g in fragment.all_groups)
-        if found and may_lose(self._transport):
-            message = f"{next(iter(found))} became trainable, but membership may change meanwhile"
-            hint = "make all parameters trainable before the start, or do without elastic workers"
-            raise ConfigurationError(message, hint=hint)
-        return found
+        return self._late.look(g for fragment in self._fragments for g in fragment.all_groups)
 
     @torch.no_grad()
     def _begin_again(self) -> None:
         """Go on from the anchor, without what the steps that are left out did to the optimizers.
 
-        What they were before is not known, so they begin again, all moments together. Optimizers
-        that step with the mean gradient took none of those steps.
+        What they were before is not known, so they begin again, all moments together.
         """
-        if self._gradients is not None:
-            forget_nonsense(self._optimizers)
-        else:
-            averaged = bool(self._averaged_states)
-            for optimizer, late in zip(self._optimizers, self._make_states_late, strict=True):
-                forget_steps(optimizer, makes_state_late=late, keeps_count=averaged)
+        begin_optimizers_again(
+            self._optimizers,
+            makes_state_late=self._make_states_late,
+            took_no_steps=self._gradients is not None,
+            keeps_count=bool(self._averaged_states),
+        )
         for fragment in self._all_fragments():
             fragment.begin()
 
