@@ -15,7 +15,7 @@ from fivefold.optim import (
     LocalSGD,
     OverlapLocalSGD,
     StreamingDiLoCo,
-    _fragment,
+    _boundary_clock,
 )
 from fivefold.testing import run_world
 from helpers.outer_world import Clock, Timed, Worker, all_equal
@@ -35,7 +35,7 @@ HIDES = {
 def clock(monkeypatch):
     """Seconds of the engine are those that the test lets pass."""
     virtual = Clock()
-    monkeypatch.setattr(_fragment, "time", virtual)
+    monkeypatch.setattr(_boundary_clock, "time", virtual)
     return virtual
 
 

@@ -10,7 +10,7 @@ from fivefold.optim import (
     DelayedGradients,
     OuterSync,
     SyncStatistics,
-    _fragment,
+    _boundary_clock,
 )
 from fivefold.testing import run_world
 from helpers.outer_world import Clock, Timed
@@ -169,7 +169,7 @@ def test_a_run_fills_the_table(rule):
 def test_times_of_a_known_link_and_of_known_steps(rule, message_s, monkeypatch):
     """Rank 1 is slow: what rank 0 waits for it is neither the network's time nor a step's."""
     clock = Clock()
-    monkeypatch.setattr(_fragment, "time", clock)
+    monkeypatch.setattr(_boundary_clock, "time", clock)
 
     def work(transport):
         model = torch.nn.ParameterList([torch.zeros(4) for _ in range(4)])

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fivefold.errors import CommunicationError
+from fivefold.optim._boundary_clock import BoundaryClock
 from fivefold.optim._comm_thread import CommunicationThread
-from fivefold.optim._fragment import Fragment
 from fivefold.train._step import StepRunner
 
 
@@ -83,34 +83,91 @@ def test_the_communication_thread_uses_this_ranks_device(monkeypatch):
     assert chosen == [3, "run"]
 
 
+class Device:
+    """A compute stream and a side stream with a clock in milliseconds; events end when it says."""
+
+    def __init__(self, monkeypatch, *, lands_ms=0.0, asked_at_ms=0.0):
+        self.calls, self.now_ms, self.lands_ms = [], 0.0, lands_ms
+        self.asked_at_ms = asked_at_ms
+        self.compute = SimpleNamespace(
+            wait_stream=lambda _: self.calls.append("compute goes on"), queued_ms=0.0
+        )
+        self.side = SimpleNamespace(device="cuda:0", queued_ms=0.0)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.compute)
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(self))
+
+    def clock(self):
+        clock = BoundaryClock(torch.device("cpu"))
+        clock._side = self.side
+        return clock
+
+    def wait(self):
+        self.calls.append("sum")
+        self.side.queued_ms = self.lands_ms
+        return True
+
+
+class Event:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self, stream):
+        self.at_ms = max(stream.queued_ms, self.device.now_ms)
+
+    def query(self):
+        self.device.now_ms = max(self.device.now_ms, self.device.asked_at_ms)
+        return self.device.now_ms >= self.at_ms
+
+    def synchronize(self):
+        assert self.query(), "the host waits for steps that it has only queued"
+
+    def elapsed_time(self, later):
+        assert self.query()
+        assert later.query()
+        return later.at_ms - self.at_ms
+
+
+def wait_for(clock, device, **settings):
+    return clock.wait(
+        SimpleNamespace(wait=device.wait),
+        fetch=lambda: device.calls.append("fetch"),
+        what="the sum",
+        rank=3,
+        **{"timeout_s": 5.0} | settings,
+    )
+
+
 def test_an_all_reduce_that_never_lands_is_an_error_with_a_name(monkeypatch):
     """NCCL's wait only orders streams, and a stream that waits for a dead peer has no end."""
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    fragment = Fragment.__new__(Fragment)
-    fragment._side = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: False))
-    fragment._metadata = SimpleNamespace(fetch=lambda: None)
-    fragment._shared = SimpleNamespace(timeout_s=0.05, transport=SimpleNamespace(rank=3))
+    device = Device(monkeypatch, lands_ms=1.0)
     with pytest.raises(CommunicationError, match="rank 3: the sum did not end in time"):
-        fragment._wait(SimpleNamespace(wait=lambda: True), what="the sum")
+        wait_for(device.clock(), device, timeout_s=0.05)
 
 
 def test_what_ranks_wrote_is_fetched_behind_the_sum_and_before_the_host_reads_it(monkeypatch):
-    calls = []
+    device = Device(monkeypatch)
+    assert wait_for(device.clock(), device)[0]
+    assert device.calls == ["sum", "fetch", "compute goes on"]
 
-    def done(name, value=None):
-        calls.append(name)
-        return value
 
-    compute = SimpleNamespace(wait_stream=lambda _: done("compute goes on"))
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: compute)
-    landed = SimpleNamespace(query=lambda: done("landed", value=True))
-    fragment = Fragment.__new__(Fragment)
-    fragment._side = SimpleNamespace(record_event=lambda: done("event", landed), device="cuda:0")
-    fragment._metadata = SimpleNamespace(fetch=lambda: done("fetch"))
-    fragment._shared = SimpleNamespace(timeout_s=5.0, transport=SimpleNamespace(rank=0))
-    assert fragment._wait(SimpleNamespace(wait=lambda: done("sum", value=True)), what="the sum")
-    assert calls == ["sum", "fetch", "event", "landed", "compute goes on"]
+@pytest.mark.parametrize(
+    ("steps_end_ms", "lands_ms", "exposed_ms"),
+    [(30.0, 80.0, 50.0), (80.0, 30.0, 0.0), (300.0, 80.0, 0.0)],
+)
+def test_waits_and_steps_are_the_devices_though_the_host_runs_ahead(
+    steps_end_ms, lands_ms, exposed_ms, monkeypatch
+):
+    device = Device(monkeypatch, lands_ms=lands_ms, asked_at_ms=100.0)
+    clock = device.clock()
+    device.compute.queued_ms = 10.0
+    clock.launch()  # behind what is queued
+    device.compute.queued_ms = steps_end_ms
+    clock.begin()
+    _, started_s, ended_s = wait_for(clock, device)
+    assert ended_s - started_s == pytest.approx(exposed_ms / 1000, abs=1e-9)
+    device.now_ms = 400.0  # what is sent has been looked at
+    assert clock.since_launch_s() == pytest.approx((steps_end_ms - 10.0) / 1000)
 
 
 def test_a_step_waits_for_its_own_stream_and_not_for_the_device(monkeypatch):

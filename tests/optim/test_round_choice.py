@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim import CO2, AutoTau, DelayCorrected, OuterSync, _fragment, _round_choice
+from fivefold.optim import CO2, AutoTau, DelayCorrected, OuterSync, _boundary_clock, _round_choice
 from fivefold.optim._round_choice import MessageTimes, choose_round
 from fivefold.optim.auto_tau import TauController
 from fivefold.optim.transport import ProcessGroupTransport
@@ -208,7 +208,7 @@ def life(transport, clock, rule, steps, *, link, state=None, bytes_per_s=None):
 @pytest.fixture
 def clock(monkeypatch):
     virtual = Clock()
-    monkeypatch.setattr(_fragment, "time", virtual)
+    monkeypatch.setattr(_boundary_clock, "time", virtual)
     monkeypatch.setattr(_round_choice, "LEAST_FRAGMENT_BYTES", 1 << 12)  # so that tests are fast
     return virtual
 

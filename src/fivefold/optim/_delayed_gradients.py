@@ -22,7 +22,7 @@ from fivefold.optim._merge import MergeTask
 from fivefold.optim._rules import MergeKind, OuterRule, require_positive
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import InAllReduce
-from fivefold.optim._update import PieceStatistics, is_number
+from fivefold.optim._update import PieceStatistics, all_finite, is_number
 
 _UNFUSE = "call scaler.unscale_(optimizer) before scaler.step(optimizer), or use fused=False"
 
@@ -125,7 +125,7 @@ class GradientFragment(Fragment):
             self._frozen.agree(reading)
             for parameter in self._frozen.held:
                 parameter.grad = None
-        self._has_own, self._finite = own, measured.all_finite()
+        self._has_own, self._finite = own, all_finite(measured)
         if self._first_non_finite():  # then the parameters may be as bad
             self.write_anchor()
         if not total:
@@ -169,7 +169,7 @@ class GradientFragment(Fragment):
         if coefficients is not None:
             elements = sum(group.anchor.numel() for group in self.groups)
             self._shared.meter.add_merge(gap=1.0, clipped=0, elements=elements)
-        self._finite = self._finite and averaged.all_finite()
+        self._finite = self._finite and all_finite(averaged)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

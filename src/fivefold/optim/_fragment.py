@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import CommunicationError
+from fivefold.optim._boundary_clock import BoundaryClock
 from fivefold.optim._flat import FlatGroup, Piece
 from fivefold.optim._frozen import FrozenTensors
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
@@ -45,7 +45,6 @@ from fivefold.optim.statistics import AllReduceRecord
 
 # An all-reduce that is waited for and gets lost goes out again, but not for ever.
 _MOST_ATTEMPTS = 16
-_POLL_S = 0.0005
 
 
 class Fragment:
@@ -70,13 +69,10 @@ class Fragment:
         self._frozen, self._shared = FrozenTensors(groups), context
         self._state = OuterState(own_share=1.0 / context.transport.world_size)
         self._in_flight: InAllReduce | None = None
-        self._round_began_s: float | None = None
         self._waited_before_s = 0.0
         device = self.all_groups[0].anchor.device
         self._metadata = Metadata(context.transport.world_size, device=device)
-        self._side: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+        self._clock = BoundaryClock(device)
         self._weighted = False
         self._finite = True
         self._exact = False  # whether the boundary takes the plain mean
@@ -218,7 +214,7 @@ class Fragment:
     def _load_numbers(self, state: Mapping[str, Any]) -> None:
         self.schedule.restore(state["schedule"])
         self._state = OuterState(**state["scalars"])
-        self._round_began_s = None
+        self._clock.forget()
         self._frozen.announced()
         if self._optimizer is not None:
             entries = [
@@ -251,8 +247,8 @@ class Fragment:
     def run(self, boundary: Boundary) -> None:
         """Wait, merge and launch as the boundary says."""
         self._exact = boundary.exact
-        self._finish_compute()
-        started_s = time.perf_counter()
+        self._look()
+        self._clock.begin()
         waited_before_s = (meter := self._shared.meter).exposed_wait_s
         landed = self._arrive() if boundary.arriving_round is not None else None
         launched, waits = boundary.launched_round, boundary.wait_for_launched
@@ -263,20 +259,23 @@ class Fragment:
         if launched is not None and landed is not None:
             has_steps = boundary.launched_round is not None and self.schedule.ended_steps > 0
             self._state.weight = self._weight_after(landed, has_steps=has_steps)
-        step_s = 0.0 if launched is None else self._step_s(started_s, waited_before_s)
-        if step_s > 0:
-            self._shared.meter.step_times_s.append(step_s)
         anchor_hash = self._hash_if_due(launched)
         settles = boundary.drains and launched is None
         self._merge(landed, send=launched is not None, settles=settles, waits=waits)
         if launched is not None:
+            step_s = self._step_s(waited_before_s)
+            if step_s > 0:
+                meter.step_times_s.append(step_s)
             self._launch(launched, anchor_hash=anchor_hash, step_s=step_s)
         if waits:
             self._settle()
-        ended_s = time.perf_counter()
         if launched is not None:
-            self._round_began_s, self._waited_before_s = ended_s, meter.exposed_wait_s
-        meter.boundary_s += ended_s - started_s - (meter.exposed_wait_s - waited_before_s)
+            self._clock.launch()
+            self._waited_before_s = meter.exposed_wait_s
+        meter.boundary_s += self._clock.own_s()
+
+    def _look(self) -> None:
+        """Follow what the tensors are now, before a boundary."""
 
     def _settle(self) -> None:
         """Wait for what was launched and merge it; while it gets lost, send it again."""
@@ -318,7 +317,7 @@ class Fragment:
         for piece in self._pieces():
             torch.sub(piece.anchor, piece.local, out=piece.payload)
             measured.look_at(piece.payload)
-        self._finite = measured.all_finite()
+        self._finite = self._clock.all_finite(measured)
         non_finite = self._first_non_finite()
         if non_finite:
             self._clear_payloads()
@@ -427,10 +426,9 @@ class Fragment:
         handle = all_reduce.handle
         if handle is None:  # already landed, by a checkpoint or before a resume
             return
-        wait_started_s = time.perf_counter()
         what = f"the all-reduce of round {all_reduce.round}, waited for after step "
-        all_reduce.arrived = self._wait(handle, what=f"{what}{self.schedule.total_steps}")
-        wait_ended_s = time.perf_counter()
+        waited = self._wait(handle, what=f"{what}{self.schedule.total_steps}")
+        all_reduce.arrived, wait_started_s, wait_ended_s = waited
         completed_s = handle.completed_at_s
         landed_s = wait_ended_s if completed_s is None else min(completed_s, wait_ended_s)
         all_reduce.reading = self._metadata.read()
@@ -450,34 +448,14 @@ class Fragment:
         )
         self._shared.meter.add_all_reduce(record)
 
-    def _wait(self, handle: Any, *, what: str) -> bool:
-        if self._side is None:
-            return bool(handle.wait())
-        # The host waits for the all-reduce alone: on a stream of its own, so that the steps queued
-        # on the compute stream run on meanwhile.
-        with torch.cuda.stream(self._side):
-            arrived = bool(handle.wait())
-            self._metadata.fetch()
-            landed = self._side.record_event()
-        # Polled: NCCL reports no failure here, and a wait for the stream would have no end.
-        deadline_s = time.monotonic() + self._shared.timeout_s
-        while not landed.query():
-            if time.monotonic() > deadline_s:
-                message = f"rank {self._shared.transport.rank}: {what} did not end in time"
-                hint = f"a peer ended, or takes more than timeout_s={self._shared.timeout_s:g} s"
-                raise CommunicationError(message, hint=hint)
-            time.sleep(_POLL_S)
-        torch.cuda.current_stream(self._side.device).wait_stream(self._side)
-        return arrived
-
-    def _finish_compute(self) -> None:
-        """Let the local steps end on CUDA, which the host has only queued.
-
-        Once a round, so that what is measured from here on (the waits, the seconds per step that
-        ``tau="auto"`` is set by) are the device's times and not those of the queue.
-        """
-        if self._side is not None:
-            torch.cuda.current_stream(self._side.device).synchronize()
+    def _wait(self, handle: Any, *, what: str) -> tuple[bool, float, float]:
+        return self._clock.wait(
+            handle,
+            fetch=self._metadata.fetch,
+            what=what,
+            rank=self._shared.transport.rank,
+            timeout_s=self._shared.timeout_s,
+        )
 
     def _mean(self, landed: InAllReduce | None) -> OuterCoefficients | None:
         """Return the scalars of a step by the mean of what arrived; None where nothing did."""
@@ -537,7 +515,7 @@ class Fragment:
         averaged = self._average(task, landed)
         self._share_rows()
         self._account(measured, coefficients, arrived=landed is not None)
-        self._finite = measured.all_finite() and averaged.all_finite()
+        self._finite = self._clock.all_finite(measured, averaged)
 
     def _average(self, task: MergeTask, landed: InAllReduce | None) -> PieceStatistics:
         """Average the buffers, whatever the rule is."""
@@ -664,12 +642,12 @@ class Fragment:
     def _inner_lr(self) -> float:
         return self._shared.inner_lr() if self._others_lr is None else self._others_lr
 
-    def _step_s(self, now_s: float, waited_s: float) -> float:
+    def _step_s(self, waited_s: float) -> float:
         """Return seconds per local step, without waits, since the last launch; 0 for not known."""
-        steps = self.schedule.ended_steps
-        if self._round_began_s is None or steps == 0:
+        steps, passed_s = self.schedule.ended_steps, self._clock.since_launch_s()
+        if passed_s is None or steps == 0:
             return 0.0
-        return (now_s - self._round_began_s - (waited_s - self._waited_before_s)) / steps
+        return (passed_s - (waited_s - self._waited_before_s)) / steps
 
     def _hash_if_due(self, launched_round: int | None) -> int:
         every = self._shared.check_every_rounds

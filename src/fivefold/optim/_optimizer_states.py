@@ -108,10 +108,6 @@ class StateFragment(Fragment):
                 local_tensor(tensor).abs_()
         self._cut_to_second_moments()
 
-    def _finish_compute(self) -> None:
-        super()._finish_compute()
-        self._look()
-
     def _look(self) -> None:
         """Follow the optimizers' state, which is made by the first step and replaced by a load."""
         for group, (optimizer, _, parameters) in zip(self.averaged, self._owners, strict=True):
@@ -152,7 +148,7 @@ class StateFragment(Fragment):
             self._cut_to_second_moments()
         if send:
             self._sent_at_step = self.schedule.total_steps
-        self._finite = measured.all_finite()
+        self._finite = self._clock.all_finite(measured)
 
     def _take(self, piece: Piece, mean: OuterCoefficients, *, decay: float, settles: bool) -> None:
         """Let the average arrive in the anchor and in this worker's own state."""

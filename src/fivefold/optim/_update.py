@@ -170,9 +170,11 @@ class PieceStatistics:
         if payload.numel():
             self.extremes += torch.aminmax(payload)
 
-    def all_finite(self) -> bool:
-        """Return whether all elements that were looked at are finite."""
-        return not self.extremes or bool(torch.stack(self.extremes).isfinite().all())
+
+def all_finite(*parts: PieceStatistics) -> bool:
+    """Return whether all elements that were looked at are finite; one wait for the device."""
+    found = [torch.stack(part.extremes).isfinite().all() for part in parts if part.extremes]
+    return not found or bool(torch.stack(found).all())
 
 
 # Anchor and momentum must have the same bits on ranks with different processors. So every product
