@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 CODECS_TO_CHOOSE = ("fp32", "int8", "int4")
 """What is chosen from, each with smaller messages than the one before."""
@@ -15,6 +15,7 @@ MARGIN = 1.1  # times a message that its delay must last: a tenth to spare
 MOST_FRAGMENTS = 8
 LEAST_FRAGMENT_BYTES = 1 << 20  # of smaller messages the latency counts more than the rate
 
+MOST_BUSY = 0.05  # share of the steps' time that encoding may take; less than any codec saves
 _MOST_LATENCY = 0.1  # share of a message's time that may pass before its first byte
 _LEAST_SAVING = 0.1  # of a message's time, for which a codec is worth what it rounds
 # A quotient that is an integer but for rounding (0.6 / 0.2) must not cost one more step.
@@ -28,6 +29,8 @@ class MessageTimes:
 
     fixed_s: Mapping[str, float]  # of a message of nothing, by codec; that which loses least first
     whole_s: Mapping[str, float]  # what all bytes of the model take beside that
+    # What a rank computes to encode and decode the whole model once, beside its steps; else 0.
+    busy_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -40,20 +43,22 @@ class MessageTimes:
 
     def numbers(self) -> list[float]:
         """Return all times, for a checkpoint."""
-        return [*self.fixed_s.values(), *self.whole_s.values()]
+        busy = (self.busy_s.get(codec, 0.0) for codec in self.codecs)
+        return [*self.fixed_s.values(), *self.whole_s.values(), *busy]
 
     def with_numbers(self, numbers: Sequence[float]) -> MessageTimes:
         """Return other times of the same codecs, from ``numbers()``."""
-        codecs, half = self.codecs, len(numbers) // 2
-        return MessageTimes(
-            fixed_s=dict(zip(codecs, numbers[:half], strict=True)),
-            whole_s=dict(zip(codecs, numbers[half:], strict=True)),
-        )
+        size = len(self.codecs)
+        kinds = (numbers[first : first + size] for first in range(0, 3 * size, size))
+        fixed_s, whole_s, busy_s = (dict(zip(self.codecs, k, strict=True)) for k in kinds)
+        return MessageTimes(fixed_s=fixed_s, whole_s=whole_s, busy_s=busy_s)
 
     def only(self, codec: str) -> MessageTimes:
         """Return the times of one codec."""
         return MessageTimes(
-            fixed_s={codec: self.fixed_s[codec]}, whole_s={codec: self.whole_s[codec]}
+            fixed_s={codec: self.fixed_s[codec]},
+            whole_s={codec: self.whole_s[codec]},
+            busy_s={codec: self.busy_s.get(codec, 0.0)},
         )
 
     def worthwhile(self) -> list[str]:
@@ -116,13 +121,24 @@ def choose_round(
     """Choose the round that hides its messages and loses least; all that choose one ask here.
 
     A codec before a longer round, since that is what loses less: the first with which the shortest
-    round there can be is long enough, or else the one of the smallest messages. Then the least
-    delay, in the fewest fragments that have it. A slower link never has a shorter round.
+    round there can be is long enough, or else the one of the smallest messages; but another where
+    that one's round must be longer than the other's for the processors' sake, since to encode the
+    model may take a small share of the steps' time. Then the least delay, in the fewest fragments
+    that have it. A slower link never has a shorter round.
     """
     need = _Need(times, step_s, shares, stretch, minimum, maximum, round_s)
     floor = need.with_codec(None)
     choices = [need.with_codec(codec) for codec in times.worthwhile()]
-    return next((one for one in choices if one.hides and one.tau <= floor.tau), choices[-1])
+    found = next((one for one in choices if one.hides and one.tau <= floor.tau), None)
+    if found is not None:
+        return found
+    *others, best = choices
+    idle = replace(need, times=replace(times, busy_s={}))
+    for other in reversed(others):
+        longer = other.hides and other.tau < best.tau
+        if longer and idle.with_codec(best.codec).tau <= other.tau:
+            best = other
+    return best
 
 
 @dataclass(frozen=True)
@@ -143,8 +159,9 @@ class _Need:
         # Below that a slightly slower link could have a shorter round in fewer, later fragments.
         enough = [n for n in sorted(numbers) if n * delay >= most * (delay - 1)]
         number = next(n for n in enough if self._delay(codec, n) == delay)
-        if number * delay < self.minimum:
-            delays = {n: -(-self.minimum // n) for n in numbers}
+        least = self._least(codec)
+        if number * delay < least:
+            delays = {n: -(-least // n) for n in numbers}
             longer = [n for n, steps in delays.items() if self._delay(codec, n) <= steps]
             number = min(longer, key=lambda n: (n * delays[n], delays[n]))
             delay = delays[number]
@@ -154,6 +171,13 @@ class _Need:
             delay = max(1, self.maximum // number)
         chosen = codec or self.times.codecs[0]
         return RoundChoice(delay=delay, fragments=number, codec=chosen, hides=hides)
+
+    def _least(self, codec: str | None) -> int:
+        """Return the fewest steps of a round, whatever the link."""
+        if codec is None:
+            return self.minimum
+        busy_steps = self.times.busy_s.get(codec, 0.0) / (MOST_BUSY * self.step_s)
+        return max(self.minimum, math.ceil(min(busy_steps * (1 - _ROUNDING), self.maximum)))
 
     def _useful(self, codec: str | None) -> list[int]:
         """Return the numbers of fragments whose messages still use the link well."""

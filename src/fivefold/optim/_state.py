@@ -27,7 +27,7 @@ _NORM_MEMORY = 16  # rounds over which norms are averaged
 _ROUNDS_BEFORE_JUDGING = 8
 
 
-_FORMAT = 11
+_FORMAT = 12
 
 
 @dataclass(kw_only=True)

@@ -253,7 +253,7 @@ class ProcessGroupTransport:
             CommunicationError: A peer ended or the network failed.
         """
         names = CODECS_TO_CHOOSE if self.chooses_codec else (self.codec.name,)
-        fixed_s, whole_s = {}, {}
+        fixed_s, whole_s, busy_s = {}, {}, {}
         elements = max(min(num_bytes, _PROBE_BYTES) // 4, _LEAST_PROBE)
         for name in names:
             codec = named_codec(name) if self.chooses_codec else self.codec
@@ -261,7 +261,9 @@ class ProcessGroupTransport:
             fixed_s[name] = min(short_s, long_s)
             beside_s = max(long_s - short_s, NOISE * long_s)  # noise can hide it
             whole_s[name] = beside_s * num_bytes / (4 * elements)
-        return MessageTimes(fixed_s=fixed_s, whole_s=whole_s)
+            slowest_s = max(self.gather_objects(_busy_s(codec, elements, device)))
+            busy_s[name] = slowest_s * num_bytes / (4 * elements)
+        return MessageTimes(fixed_s=fixed_s, whole_s=whole_s, busy_s=busy_s)
 
     def _message_s(self, codec: Codec, elements: int, device: torch.device) -> float:
         """Return the least seconds of a message, on the rank that waits for no other."""
@@ -341,6 +343,25 @@ class ProcessGroupTransport:
             message = f"payloads must be contiguous; got strides {tensor.stride()}"
             raise ConfigurationError(message, hint="launch tensor.contiguous()")
         return torch.split(tensor.view(-1), max(self._bucket_bytes // tensor.element_size(), 1))
+
+
+def _busy_s(codec: Codec, elements: int, device: torch.device) -> float:
+    """Return the least seconds in which a rank does what a sum of so many elements takes."""
+    if is_exact(codec):
+        return 0.0
+    values = torch.linspace(-1.0, 1.0, elements, device=device)
+    residual, decoded = torch.zeros_like(values), torch.empty_like(values)
+    wire = torch.empty(codec.encoded_bytes(elements), dtype=torch.uint8, device=device)
+    times_s = []
+    for _ in range(_PROBES):
+        started_s = time.perf_counter()
+        codec.encode_with_feedback_(residual, wire, values=values)
+        for _ in range(2):  # the other ranks' parts of its slice, and the sums
+            codec.decode_(wire, decoded)
+        if values.is_cuda:
+            torch.cuda.current_stream(device).synchronize()
+        times_s.append(time.perf_counter() - started_s)
+    return min(times_s)
 
 
 def end_group(group: dist.ProcessGroup) -> None:
