@@ -15,6 +15,7 @@ from fivefold.optim import (
     LocalSGD,
     OuterSync,
     StreamingDiLoCo,
+    _layout,
 )
 from fivefold.testing import run_processes, run_world
 
@@ -198,6 +199,37 @@ def test_replaced_storages_and_replaced_objects_are_followed():
     (first, fragments), (second, _) = run_world(2, work)
     assert fragments == 1
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_boundary_looks_into_no_memory_that_it_knows(monkeypatch):
+    """Of hundreds of parameters that alone cost more than the rest of a boundary."""
+    looked = []
+    memory_of = _layout.memory_of
+    monkeypatch.setattr(_layout, "memory_of", lambda p: looked.append(p) or memory_of(p))
+
+    def work(transport):
+        model = torch.nn.ParameterList(torch.zeros(3) for _ in range(20))
+        model.append(torch.nn.Parameter(model[0].data))  # over the memory of the first
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = OuterSync(model, optimizer, rule=LocalSGD(tau=1), transport=transport)
+        sync.step()
+        transport.gather_objects(None)
+        looked.clear()
+        transport.gather_objects(None)
+        for _ in range(5):
+            sync.step()
+        transport.gather_objects(None)
+        seen = len(looked)
+        transport.gather_objects(None)
+        model[20].data = torch.ones(3) + transport.rank  # it has parted from the first
+        for _ in range(4):
+            sync.step()
+        sync.finalize()
+        return seen, model[20].detach().clone()
+
+    for seen, parted in run_world(2, work):
+        assert seen <= 2 * 2 * 5  # of both ranks: one pair at each boundary
+        assert parted.tolist() == [1.5] * 3
 
 
 def test_replaced_running_statistics_are_followed():

@@ -444,6 +444,8 @@ class LateParameters:
         self._model, self._apart, self._never = model, apart, never
         self._known = trainable(model, apart=apart)
         self._buffers = averaged_buffers(model, apart=apart)
+        # Parameters over the memory of another, with that one; by identity, and so kept.
+        self._same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._different_rounds = 0
         self.announced = 0.0
 
@@ -456,14 +458,7 @@ class LateParameters:
             if old is not buffer:
                 _follow(groups, name, old=old, new=buffer)
                 self._buffers[name] = buffer
-        known = {id(p) for p in self._known.values()}
-        parameters = self._model.named_parameters()
-        new = [name for name, p in parameters if p.requires_grad and id(p) not in known]
-        unknown: dict[str, torch.Tensor] = {}
-        if any(plain_name(name) not in self._apart for name in new):
-            # Which memory a parameter has is looked at where there is one that was not seen before.
-            now = trainable(self._model, apart=self._apart)
-            unknown = {n: p for n, p in now.items() if id(p) not in known}
+        unknown = self._unknown()
         still_there = {id(p) for p in self._model.parameters()} if unknown else set()
         for name in list(unknown):
             before = self._known.get(name)
@@ -477,6 +472,31 @@ class LateParameters:
         text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in unknown.items())
         self.announced = float(zlib.crc32(text.encode()) + 1) if unknown else 0.0
         return unknown
+
+    def _unknown(self) -> dict[str, torch.Tensor]:
+        """Return trainable parameters that are neither known nor over the memory of known ones."""
+        known = {id(p) for p in self._known.values()}
+        new = {
+            name: p
+            for name, p in self._model.named_parameters()
+            if p.requires_grad and id(p) not in known and not self._is_same(p)
+        }
+        if not any(plain_name(name) not in self._apart for name in new):
+            return {}
+        # Which memory all parameters have is looked at only where some was not seen before.
+        now = trainable(self._model, apart=self._apart)
+        places = {memory_of(p): p for p in now.values()}
+        for p in new.values():
+            place = memory_of(p)
+            first = None if place is None else places.get(place)
+            if first is not None and first is not p:
+                self._same[id(p)] = p, first
+        return {n: p for n, p in now.items() if id(p) not in known}
+
+    def _is_same(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter has the memory of another, as it had when it was found."""
+        _, first = self._same.get(id(parameter), (None, None))
+        return first is not None and memory_of(parameter) == memory_of(first)
 
     def know(self, found: dict[str, torch.Tensor]) -> None:
         """Count parameters as known from now on."""
