@@ -4,6 +4,7 @@ import contextlib
 import csv
 import gzip
 import io
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -13,8 +14,8 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from fivefold.errors import DataError
-from fivefold.gnn.data import SourceOptions, TableColumns, find_source, ingest
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.data import SourceOptions, TableColumns, find_source, ingest, table_source
 
 quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 WORDS = st.sampled_from(
@@ -157,6 +158,7 @@ def test_every_column_of_a_node_table(tmp_path_factory, number, id_name):
 
 EDGES = "src,dst\n0,1\n1,2\n"
 NODES = "id,{}\n0,1\n1,1\n2,1\n"
+LATE_ZERO = "src,dst\n" + "".join(f"{n},{n + 1}\n" for n in range(1100)) + "007,7\n"
 
 
 def beside(text):
@@ -177,12 +179,25 @@ def beside(text):
         ({"e.csv": "src,dst\n0,1\nx,1\n", "ids": "number"}, "invalid value 'x'", "--ids text"),
         ({"e.csv": ",a,b\n0,5,7\n1,7,9\n"}, "may be the number of the row", "--column source"),
         ({"train.csv": EDGES, "test.csv": EDGES}, "or a split", "name the file"),
+        ({"s=train/a.csv": EDGES, "s=test/a.csv": "src,dst\n"}, "or a split", "name the file"),
+        ({"a.csv": EDGES, "b.csv": EDGES}, "is a copy of a.csv", "remove one"),
+        ({"e.tsv": "root\t1\n1\t2\n"}, "cannot tell whether the first line", "--header"),
+        ({"e.csv": "al,bo,odd\nca,da,3\nal,ca,4\n"}, "cannot tell whether", "--header"),
+        ({"e.csv": LATE_ZERO}, "has the id '007'", "--ids text"),
+        ({"e.txt": "1 2\t3\n2 3\t4\n"}, "holds several numbers: '1 2'", "one delimiter"),
+        ({"e.csv": "src,dst\nJos\udce9,b\n"}, "UTF8", "iconv"),
         ({"e.csv": EDGES, "e.csv.gz": "src,dst\n2,2\n"}, "one table twice", "name the file"),
         (beside("row,f\n0,1\n2,1\n1,1\n"), "looks like the ids", "--column node"),
         (beside("id,label,y\n0,1,1\n1,1,1\n2,0,0\n"), "both be the label", "label"),
         (beside("id,y,val_mask\n0,1,3\n1,1,1\n2,0,0\n"), "is a mask", "0 or 1"),
         (beside("id,label,f\n0,1,1\n1,?,1\n2,0,0\n"), "'\\?' in row 2", "--missing"),
         (beside('id,f\n0,"1,2"\n1,"1,2,3"\n2,"1,2"\n'), "row 2", "as many"),
+        (beside('id,f\n0,"1,200"\n1,"3,400"\n2,"5,600"\n'), "between thousands", "brackets"),
+        (beside('id,f\n0,1\n1," "\n2,3\n'), "' ' in row 2", "--missing ' '"),
+        (beside("id,label\n0,a\n1,NA\n2,b\n"), "a class of column 'label'.* 'NA'", "--missing"),
+        (beside('id,label\n0,"1,0"\n1,"0,1"\n2,"1,1"\n'), "lists of numbers", "one class"),
+        ({**beside("id,f\n0,1\n5,2\n2,3\n"), "ids": "number"}, "not 0, 1, 2", "--ids text"),
+        ({**beside("id,f\n0,1\n0,2\n1,3\n"), "ids": "number"}, "not 0, 1, 2", "--ids text"),
     ],
 )  # fmt: skip
 def test_what_is_asked(tmp_path, files, message, hint):
@@ -190,7 +205,8 @@ def test_what_is_asked(tmp_path, files, message, hint):
     folder = tmp_path / "in"
     folder.mkdir()
     for name, text in files.items():
-        data = text.encode()
+        data = text.encode(errors="surrogateescape")
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     columns = TableColumns(names=options.pop("header", None))
     with pytest.raises(DataError, match=message) as caught:
@@ -208,10 +224,13 @@ def test_what_is_asked(tmp_path, files, message, hint):
         ("to,be\nbe,or\n", {"names": False}, [("to", "be"), ("be", "or")]),
         ("src, dst\na, b\nb ,a\n", {}, [("a", "b"), ("b", "a")]),
         ("src,dst\n007,7\n", {}, [("007", "7")]),
+        ('\ufeff"src","dst"\r\n"a","b"\r\n', {}, [("a", "b")]),
+        ("# c\r0,1\r# d\r1,2\r", {"comment": "#"}, [("0", "1"), ("1", "2")]),
+        ("src,dst\r\n0,1\r# d\r1,2\r\n", {"comment": "#"}, [("0", "1"), ("1", "2")]),
     ],
 )
 def test_what_was_said_is_done(tmp_path, text, columns, expected):
-    (tmp_path / "e.csv").write_text(text)
+    (tmp_path / "e.csv").write_bytes(text.encode())
     _, found = read(tmp_path, tmp_path / "e.csv", columns=TableColumns(**columns))
     assert found == Counter(expected)
 
@@ -264,3 +283,97 @@ def test_categories_keep_their_order(tmp_path):
             [2, 0, 1],
             ["small", "big", "huge"],
         )
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "index", "rownames", "row"])
+def test_numbers_of_rows_are_no_features(tmp_path, name):
+    """What pandas and R write before the columns of a table."""
+    (tmp_path / "e.csv").write_text(EDGES)
+    (tmp_path / "n.csv").write_text(f"{name},id,f,paid\n1,2,3,.5\n2,0,4,.5\n3,1,5,.5\n")
+    source, _ = find_source(tmp_path / "e.csv", SourceOptions(nodes=tmp_path / "n.csv"))
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.features.read("x").tolist() == [[4, 0.5], [5, 0.5], [3, 0.5]]
+    assert f"n.csv: {name}" in {note.name for note in source.reading.left_out}
+
+
+def test_an_index_of_pandas_may_be_ids(tmp_path):
+    (tmp_path / "e.csv").write_text(EDGES)
+    table = pa.table({"f": [1.0, 2.0, 3.0], "__index_level_0__": [2, 0, 1]})
+    parquet.write_table(table, tmp_path / "n.parquet")
+    options = SourceOptions(nodes=tmp_path / "n.parquet")
+    with pytest.raises(DataError, match=r"__index_level_0__.* looks like the ids"):
+        find_source(tmp_path / "e.csv", options)
+
+
+def test_masks_of_several_splits_are_no_features(tmp_path):
+    (tmp_path / "e.csv").write_text(EDGES)
+    (tmp_path / "n.csv").write_text(
+        "id,label,train_mask_0,train_mask1,f\n0,0,1,0,1\n1,1,0,1,2\n2,1,0,0,3\n"
+    )
+    source, _ = find_source(tmp_path / "e.csv", SourceOptions(nodes=tmp_path / "n.csv"))
+    assert source.features().dim == 1
+    assert not source.reading.missing(["n.csv: train_mask_0", "n.csv: train_mask1"])
+
+
+def test_a_blank_field_is_no_class(tmp_path):
+    (tmp_path / "e.csv").write_text(EDGES)
+    (tmp_path / "n.csv").write_text('id,label\n0,10\n1," "\n2,2\n')
+    source, _ = find_source(tmp_path / "e.csv", SourceOptions(nodes=tmp_path / "n.csv"))
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.labels.tolist() == [10, -1, 2]
+
+
+def test_partitions_with_packed_twins(tmp_path):
+    for year, text in ((2020, EDGES), (2021, "src,dst\n2,0\n")):
+        folder = tmp_path / "in" / f"year={year}"
+        folder.mkdir(parents=True)
+        (folder / "e.csv").write_text(text)
+        (folder / "e.csv.gz").write_bytes(gzip.compress(text.encode()))
+        (folder / "notes.json").write_text("{}")
+    source, found = read(tmp_path, tmp_path / "in")
+    assert found == Counter([("0", "1"), ("1", "2"), ("2", "0")])
+    rest = {f"year={y}/{name}" for y in (2020, 2021) for name in ("e.csv.gz", "notes.json")}
+    assert {note.name for note in source.reading.left_out} == {"partition year", *rest}
+
+
+def test_a_packed_twin_of_the_node_table_is_no_edge_table(tmp_path):
+    folder, nodes = tmp_path / "in", "id,f\n0,5\n1,6\n2,7\n"
+    folder.mkdir()
+    (folder / "edges.csv").write_text("id,f\n0,1\n1,2\n")
+    (folder / "nodes.csv").write_text(nodes)
+    (folder / "nodes.csv.gz").write_bytes(gzip.compress(nodes.encode()))
+    columns = TableColumns(source="id", target="f", node="id", features=("f",))
+    for path in (None, folder / "nodes.csv.gz"):
+        _, found = read(tmp_path, folder, columns=columns, nodes=path)
+        assert found == Counter([("0", "1"), ("1", "2")])
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_one_column_has_one_role(tmp_path):
+    (tmp_path / "e.csv").write_text("src,dst,w\n0,1,2\n")
+    with pytest.raises(DataError, match="is an end of the edges, and their weight"):
+        table_source([tmp_path / "e.csv"], columns=TableColumns(weight="src"))
+    with pytest.raises(ConfigurationError, match="given twice"):
+        table_source([tmp_path / "e.csv", tmp_path / "e.csv"])
+
+
+@pytest.mark.parametrize("most", [13_096, 70_000_000_000])
+def test_numbers_with_gaps_are_names(tmp_path, most):
+    """As lists of SNAP have them; a few nodes without edges stay what they are."""
+    (tmp_path / "e.txt").write_text(f"3466\t937\n{most}\t937\n937\t3466\n")
+    source, found = read(tmp_path, tmp_path / "e.txt")
+    assert found == Counter([("3466", "937"), (str(most), "937"), ("937", "3466")])
+    assert source.num_nodes == 3
+    note = next(note for note in source.reading.assumed if note.name == "ids")
+    assert note.value == "names"
+    assert f"at most 3 of {most + 1:,}" in note.why or most > 1 << 26
+    if most < 1 << 26:
+        for options in ({"ids": "number"}, {"num_nodes": most + 1}):
+            source, _ = find_source(tmp_path / "e.txt", SourceOptions(**options))
+            assert (source.num_nodes, source.text_ids) == (most + 1, False)
+
+
+def test_ids_below_0_are_refused(tmp_path):
+    (tmp_path / "e.txt").write_text("-3\t2\n1\t2\n")
+    with pytest.raises(DataError, match="an edge has source -3"):
+        read(tmp_path, tmp_path / "e.txt")

@@ -80,6 +80,76 @@ tasks:
     assert [note.name for note in source.reading.left_out] == ["d/more.npy"]
 
 
+GRAPHBOLT = """
+graph:
+  nodes: [{num: 4}]
+  edges: [{format: numpy, path: e.npy}]
+tasks:
+- num_classes: 3
+  train_set:
+"""
+PART = """
+  - data:
+    - {name: seeds, format: numpy, path: ids%s.npy}
+    - {name: labels, format: numpy, path: y%s.npy}
+"""
+
+
+def test_a_split_of_several_parts(tmp_path):
+    files = {"e.npy": ENDS, "ids0.npy": np.array([0, 2]), "y0.npy": np.array([1, 0]),
+             "ids1.npy": np.array([3]), "y1.npy": np.array([2])}  # fmt: skip
+    listing = GRAPHBOLT + PART % (0, 0) + PART % (1, 1)
+    source, _ = find_source(write(tmp_path / "in", {"metadata.yaml": listing, **files}))
+    with ingest(source, tmp_path / "out") as dataset:
+        assert (dataset.train.tolist(), dataset.labels.tolist()) == ([0, 2, 3], [1, -1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "message"),
+    [
+        ([0, 2], [0.5, 1.7], "a label is 0.5"),
+        ([0, 2], [[1, 0], [0, 1]], "labels have shape"),
+        ([-1, 2], [0, 1], "go from -1 to 2, for 4 nodes"),
+        ([0, 9], [0, 1], "go from 0 to 9, for 4 nodes"),
+        ([0, 2], [0, 1, 1], "has 2 nodes and 3 labels"),
+    ],
+)
+def test_labels_of_graphbolt_are_checked(tmp_path, ids, labels, message):
+    files = {"e.npy": ENDS, "ids0.npy": np.array(ids), "y0.npy": np.array(labels)}
+    with pytest.raises(DataError, match=message):
+        find_source(write(tmp_path / "in", {"metadata.yaml": GRAPHBOLT + PART % (0, 0), **files}))
+
+
+def test_a_task_of_links_is_named(tmp_path):
+    files = {"e.npy": ENDS, "ids0.npy": ENDS.T.copy(), "y0.npy": np.array([1, 0, 1])}
+    listing = GRAPHBOLT + PART % (0, 0)
+    source, _ = find_source(write(tmp_path / "in", {"metadata.yaml": listing, **files}))
+    assert {note.name for note in source.reading.left_out} == {"ids0.npy", "y0.npy"}
+
+
+BOTH = "edge_data:\n- {file_name: e.csv}\nnode_data:\n- {file_name: n.csv}\n"
+
+
+@pytest.mark.parametrize(
+    ("listing", "message"),
+    [
+        ("edge_data:\n- {name: e.csv}\nnode_data:\n- {file_name: n.csv}\n", "no 'file_name'"),
+        (f"{BOTH}graph_data: {{file_name: g.csv}}\n", "many graphs"),
+        ("title: other\n", "no edge tables"),
+    ],
+)
+def test_lists_that_say_too_little(tmp_path, listing, message):
+    with pytest.raises(DataError, match=message):
+        find_source(write(tmp_path / "in", {"meta.yaml": listing}))
+
+
+def test_files_are_named_once_however_the_list_writes_them(tmp_path):
+    listing = "edge_data:\n- {file_name: ./a/e.csv}\nnode_data:\n- {file_name: n.csv}\n"
+    files = {"a/e.csv": "src_id,dst_id\n0,1\n", "n.csv": "node_id,f\n0,1\n1,2\n", "e.csv": ""}
+    source, _ = find_source(write(tmp_path / "in", {"meta.yaml": listing, **files}))
+    assert not source.reading.missing(["a/e.csv", "n.csv", "meta.yaml", "e.csv"])
+
+
 def test_papers_of_igb(tmp_path):
     files = {
         "processed/paper/node_feat.npy": X,
@@ -95,7 +165,7 @@ def test_papers_of_igb(tmp_path):
         find_source(chosen)
     labels = chosen / "processed/paper/node_label_2K.npy"
     source, _ = find_source(chosen, SourceOptions(arrays={"labels": labels}))
-    assert {note.name for note in source.reading.left_out} == {"paper/node_label_19.npy"}
+    assert {note.name for note in source.reading.left_out} == {"processed/paper/node_label_19.npy"}
 
 
 OGB = {
@@ -115,7 +185,9 @@ OGB = {
 )
 @pytest.mark.parametrize("name", ["ogbn_products", "data"])
 def test_directions_of_ogb(tmp_path, more, both, name):
-    source, wants_reverse = find_source(write(tmp_path / name, {**OGB, **more}))
+    beside = {"mapping/nodes.csv.gz": "0\n", "RELEASE_v1.txt": ""}
+    source, wants_reverse = find_source(write(tmp_path / name, {**OGB, **more, **beside}))
+    assert {"mapping/", "RELEASE_v1.txt"} <= {note.name for note in source.reading.left_out}
     assert wants_reverse == both
     assert not source.reading.missing(["direction", *(place[4:] for place in OGB)])
     unread = {place[4:] for place in more if "year" in place}

@@ -48,7 +48,6 @@ def test_columns_are_found(tmp_path, text):
         ("e.txt", b"%%MatrixMarket matrix coordinate pattern general\n3 3 1\n1 2\n", "from 1"),
         ("e.txt", b"0   1\n1   2\n", "several blanks"),
         ("e.csv", b"0;1;0,5\n1;2;0,25\n", "divided by ',' or ';'"),
-        ("e.csv", b"src,dst\n70000000000,3\n", "they have gaps; --ids text"),
     ],
 )
 def test_what_would_make_a_wrong_graph_is_refused(tmp_path, name, data, message):

@@ -8,7 +8,8 @@ of IGB (arXiv 2302.13522), which lie alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from fivefold.gnn.data.arrays import (
     Rows,
     as_rows,
     existing,
+    leave_out_rest,
     npz_members,
 )
 from fivefold.gnn.data.parts import SPLITS
@@ -126,6 +128,9 @@ def _ogb_reading(folder: Path, rows: Mapping[str, Rows], leave_out: Collection[s
             reading.take(f"split/{path.name}")
         else:
             reading.leave_out(f"split/{path.name}", "a split of links, not of nodes")
+    told = {folder / name for name in reading.names()}
+    raw = {folder / "raw" / path.name for path in (folder / "raw").iterdir()}
+    leave_out_rest(reading, folder, told | raw, "neither below raw nor split")
     return reading
 
 
@@ -230,14 +235,9 @@ def _igb_source(folder: Path, labels: str | Path | None, splits: Mapping[str, Pa
         split_rows={name: as_rows(path, name) for name, path in splits.items()},
         kind="igb",
     )
-    reading = Reading(folder.resolve().name)
-    used = {papers / "node_feat.npy", processed / _CITES[1] / "edge_index.npy", chosen}
-    for path in sorted(processed.glob("*/*")):
-        name = str(path.relative_to(processed))
-        if path in used:
-            reading.take(name)
-        else:
-            reading.leave_out(name, "only papers and their citations are read")
+    used = [papers / "node_feat.npy", processed / _CITES[1] / "edge_index.npy"]
+    used += [path for path in (chosen, *splits.values()) if path is not None]
+    reading = _papers_reading(folder, used)
     if not splits and chosen is not None:
         reading.assume("split", "none", "IGB's loader counts off 60, 20, 20 %: --array train=FILE")
     source.reading = reading
@@ -271,12 +271,15 @@ def mag240m_source(folder: str | Path) -> ArraySource:
         num_classes=meta.get("num_classes"),
         kind="mag240m",
     )
-    reading = Reading(folder.resolve().name)
-    for path in sorted(processed.glob("*/*")):
-        name, used = str(path.relative_to(processed)), path in {edges, features, labels}
-        if used:
-            reading.take(name)
-        else:
-            reading.leave_out(name, "only papers and their citations are read")
-    source.reading = reading
+    used = [edges, features, labels, split_file, meta_file]
+    source.reading = _papers_reading(folder, [path for path in used if path.is_file()])
     return source
+
+
+def _papers_reading(folder: Path, used: Sequence[Path]) -> Reading:
+    """Say which files are read, and which are not."""
+    reading = Reading(folder.resolve().name)
+    for path in used:
+        reading.take(os.path.relpath(path, folder))
+    leave_out_rest(reading, folder, used, "only papers and their citations are read")
+    return reading

@@ -5,6 +5,7 @@ What the text does not say is not guessed where a wrong guess would lose or join
 
 from __future__ import annotations
 
+import codecs
 import csv as plain_csv
 import gzip
 import io
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import DataError, UnsupportedError
+from fivefold.gnn.storage.pages import Array
 
 try:
     import pyarrow as pa
@@ -147,6 +149,7 @@ class CsvReader:
                 f"{self.path} is a Matrix Market file, whose ids count from 1",
                 hint="read it with scipy.io.mmread and give its row and col to array_source",
             )
+        self.ends_in_cr = b"\n" not in head  # as on old machines
         # Lines as Arrow has them: text may end one at a form feed, too.
         lines = [line.decode("utf-8-sig", "replace") for line in head.splitlines()]
         return lines[:-1] if len(head) == _PEEK_BYTES and len(lines) > 1 else lines
@@ -163,17 +166,16 @@ class CsvReader:
         """Return whether a first line names the columns; no guess that could lose a row."""
         if not first:
             return False
-        for name, column in zip(first, self._columns, strict=True):
-            told = [value for value in column if _bare(value) not in _EMPTY_WORDS]
-            is_name = not is_number(name) and _bare(name) not in _EMPTY_WORDS
-            if is_name and told and all(map(is_number, told)):
-                return True  # no value of this column could be one
-        names = [_bare(name) for name in first]
-        if known([name.strip() for name in first]) and not any(
-            name in map(_bare, column) for name in names for column in self._columns
-        ):
+        names = [name.strip() for name in first]
+        words = {_bare(name) for name in names if not is_number(name)} - _EMPTY_WORDS
+        again = any(not words.isdisjoint(map(_bare, column)) for column in self._columns)
+        if known(names) and words and not again:
             return True
-        if any(map(is_number, first)) and not known([name.strip() for name in first]):
+        above = any(map(_stands_out, names, self._columns))
+        with_number = any(map(is_number, names))
+        if above and not again and not with_number:
+            return True
+        if with_number and not above and not known(names):
             return False
         raise DataError(
             f"cannot tell whether the first line of {self.path} names the columns: "
@@ -210,13 +212,19 @@ class CsvReader:
                 break
         return self._types
 
-    def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Yield record batches."""
+    def batches(
+        self,
+        columns: Sequence[str],
+        types: Sequence[Any] | None = None,
+        *,
+        look: Callable[[Array], None] | None = None,
+    ) -> Iterator[Any]:
+        """Yield record batches; ``look`` is shown the bytes of all lines, block by block."""
         if self.num_columns == 0:
             return
         kinds = None if types is None else dict(zip(columns, types, strict=True))
         checked = self.quoted or self.dialect.comment not in {None, NONE}
-        lines = _Lines(self) if checked else None
+        lines = _Lines(self, look, counted=checked) if checked or look is not None else None
         try:
             reader = csv.open_csv(
                 str(self.path) if lines is None else pa.PythonFile(lines, mode="r"),
@@ -246,7 +254,7 @@ class CsvReader:
             if "Empty CSV" in str(error):
                 return
             raise self._reading_error(error) from error
-        if lines is not None and self.dialect.quote is None:
+        if lines is not None and checked and self.dialect.quote is None:
             self._check_rows(rows, lines.count - int(self.has_header))
 
     def _check_rows(self, rows: int, lines: int) -> None:
@@ -268,6 +276,8 @@ class CsvReader:
                 hint = f"--comment '{found[2][:1]}' leaves such lines out everywhere"
             if '"' in found[2]:
                 hint = "--quote '\"' takes quotation marks off"
+        elif "UTF8" in reason:
+            hint = "iconv -f LATIN1 -t UTF-8 <FILE >NEW, or whatever encoding it has"
         elif "Expected" in reason and "columns" in reason:
             hint = "mend the line it names; --quote '\"' or --quote none say what a quotation mark "
             hint += "means, --comment '#' leaves out comments between rows"
@@ -277,8 +287,11 @@ class CsvReader:
 class _Lines(io.RawIOBase):
     """The text of a table from its first line on, without comments; lines are counted."""
 
-    def __init__(self, table: CsvReader) -> None:
+    def __init__(
+        self, table: CsvReader, look: Callable[[Array], None] | None, *, counted: bool
+    ) -> None:
         super().__init__()
+        self._look, self._counted, self._begun = look, counted, False
         self._stream = pa.input_stream(str(table.path))
         self._table, self._rest, self._ended = table, b"", False
         self._to_skip = table._skip  # noqa: SLF001 - a part of the reader
@@ -286,7 +299,8 @@ class _Lines(io.RawIOBase):
         mark, between = table.dialect.comment, re.escape(table.delimiter).encode()
         self._comment = self._stray = None
         if mark not in {None, NONE}:
-            self._comment = re.compile(rb"(?m)^" + re.escape(str(mark)).encode() + rb".*\r?\n?")
+            begin = rb"(?m)^" + re.escape(str(mark)).encode()
+            self._comment = re.compile(begin + rb"[^\r\n]*\r?\n?")
         if table.quoted and table.dialect.quote is None:
             before, after = rb"(?<![" + between + rb"\n])", rb"(?![" + between + rb"\r\n])"
             self._stray = re.compile(before + b'"' + after)
@@ -300,6 +314,10 @@ class _Lines(io.RawIOBase):
         while not self._ended:
             chunk = self._stream.read(max(1 << 16, min(size, _BLOCK_BYTES)))
             self._ended = not chunk
+            if not self._begun:
+                chunk, self._begun = chunk.removeprefix(codecs.BOM_UTF8), True
+            if self._table.ends_in_cr:
+                chunk = chunk.replace(b"\r", b"\n")
             text = self._rest + chunk
             cut = len(text) if self._ended else text.rfind(b"\n") + 1
             text, self._rest = text[:cut], text[cut:]
@@ -309,6 +327,8 @@ class _Lines(io.RawIOBase):
         return b""
 
     def _cleaned(self, text: bytes) -> bytes:
+        if self._table.dialect.quote is None and text.count(b"\r") != text.count(b"\r\n"):
+            text = re.sub(rb"\r(?!\n)", b"\n", text)  # some lines end so
         while self._to_skip and text:
             end = text.find(b"\n") + 1 or len(text)
             text, self._to_skip = text[end:], self._to_skip - 1
@@ -316,9 +336,13 @@ class _Lines(io.RawIOBase):
             text = self._comment.sub(b"", text)
         if self._stray is not None and b'"' in text:
             self._check_quotes(text)
-        lines = np.count_nonzero(np.frombuffer(text, np.uint8) == 10)
-        lines += bool(text) and not text.endswith(b"\n")
-        self.count += int(lines) - len(re.findall(rb"(?m)^[\r]?\n", text))
+        view = np.frombuffer(text, np.uint8)
+        if self._look is not None:
+            self._look(view)
+        if self._counted:
+            lines = np.count_nonzero(view == 10)
+            lines += bool(text) and not text.endswith(b"\n")
+            self.count += int(lines) - len(re.findall(rb"(?m)^[\r]?\n", text))
         return text
 
     def _check_quotes(self, text: bytes) -> None:
@@ -335,6 +359,36 @@ class _Lines(io.RawIOBase):
             )
 
 
+class ZeroFinder:
+    """Looks for fields of some columns that begin with 0 before a digit, as in 007.
+
+    As numbers they are the same as 7, as names they are not. Delimiters in quotes count, so that
+    what is found must be looked at again.
+    """
+
+    def __init__(self, table: CsvReader, columns: Sequence[str]) -> None:
+        self._delimiter = ord(table.delimiter)
+        self._columns = [table.names.index(name) for name in columns]
+        self.found = False
+
+    def __call__(self, text: Array) -> None:
+        """Look at the bytes of whole lines."""
+        places = np.flatnonzero(text == ord("0"))
+        if self.found or not places.size:
+            return
+        line = np.concatenate([[10], text, [10]])  # the byte at a place is at place + 1
+        begins = np.isin(line[places], np.frombuffer(b'\r\n -"', np.uint8))
+        begins |= line[places] == self._delimiter
+        places = places[begins & np.isin(line[places + 2], np.frombuffer(b"0123456789", np.uint8))]
+        if not places.size:
+            return
+        signs = np.flatnonzero(text == self._delimiter)
+        ends = np.flatnonzero(text == 10)
+        starts = np.concatenate([[-1], ends])[np.searchsorted(ends, places)]
+        column = np.searchsorted(signs, places) - np.searchsorted(signs, starts)
+        self.found = bool(np.isin(column, self._columns).any())
+
+
 def _delimiter_of(line: str, path: Path) -> str:
     """Return what stands between the fields of a line; what is in quotes does not count."""
     bare = re.sub(r'"[^"]*"', "", line)
@@ -345,6 +399,13 @@ def _delimiter_of(line: str, path: Path) -> str:
             hint="put quotes around fields that hold one of them, or divide columns by tabs",
         )
     return found[0] if found else ","
+
+
+def _stands_out(name: str, column: list[str]) -> bool:
+    """Return whether a word stands above numbers alone."""
+    told = [value for value in column if _bare(value) not in _EMPTY_WORDS]
+    is_word = not is_number(name) and _bare(name) not in _EMPTY_WORDS
+    return is_word and bool(told) and all(map(is_number, told))
 
 
 def _bare(field: str) -> str:

@@ -24,6 +24,7 @@ from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
 from fivefold.gnn.storage.files import Closing, closed_error
 from fivefold.gnn.storage.pages import Ids
+from fivefold.reading import Reading
 
 GRAPH_FILE = "graph.fvf"
 FEATURES_FILE = "features.fvf"
@@ -302,12 +303,14 @@ class HeteroSource:
         nodes: Features and labels of each node type; their edges are not asked for.
         edges: Edges of each type (source type, relation, target type).
         edge_features: Feature rows of the edge types that have some, in the order of the edges.
+        reading: What was read, and what was not.
     """
 
     name: str
     nodes: Mapping[str, Source]
     edges: Mapping[EdgeType, EdgePart]
     edge_features: Mapping[EdgeType, FeaturePart] = field(default_factory=dict)
+    reading: Reading = field(default_factory=lambda: Reading("graph"))
 
 
 class HeteroDataset(_Files):

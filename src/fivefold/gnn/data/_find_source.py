@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from fivefold.gnn.data.arrays import (
     Rows,
     array_source,
     as_rows,
+    leave_out_rest,
     npz_members,
     one_split,
 )
@@ -241,10 +243,10 @@ _PROSE = ("readme", "license", "licence", "copying", "changelog", "notice")
 _SPLIT_WORDS = {"train", "training", "valid", "validation", "val", "dev", "test"}
 
 
-def _once(files: list[Path]) -> tuple[list[Path], dict[Path, str]]:
+def _once(files: list[Path]) -> tuple[list[Path], dict[Path, Path]]:
     """Return the files that hold a table each, and those that hold one of them again."""
     kept: dict[tuple[Path, str], Path] = {}
-    again: dict[Path, str] = {}
+    again: dict[Path, Path] = {}
     for path in sorted(files, key=lambda path: (path.suffix in _PACKED_ENDS, path)):
         own = path.with_suffix("") if path.suffix in _PACKED_ENDS else path
         stem = path.parent, (own.stem if own.suffix in _TABLE_ENDS else own.name)
@@ -252,7 +254,7 @@ def _once(files: list[Path]) -> tuple[list[Path], dict[Path, str]]:
         if first == path:
             continue
         if path.suffix in _PACKED_ENDS and _same_text(first, path):
-            again[path] = f"the same as {first.name}, packed"
+            again[path] = first
             continue
         raise DataError(
             f"{first} and {path.name} have one name: they may be one table twice",
@@ -274,23 +276,32 @@ def _same_text(first: Path, second: Path) -> bool:
                 return True
 
 
-def _check_parts(files: list[Path], columns: TableColumns) -> None:
-    """Raise where parts of a folder have other columns than the first, or are splits."""
+def _check_parts(folder: Path, files: list[Path], columns: TableColumns) -> None:
+    """Raise where parts of a folder have other columns than the first, or are splits or copies."""
     if len(files) < 2:
         return
-    splits = [
-        file.name for file in files if set(re.split(r"[^a-z]+", file.name.lower())) & _SPLIT_WORDS
-    ]
+    names = [str(file.relative_to(folder)) for file in files]
+    splits = [name for name in names if set(re.split(r"[^a-z]+", name.lower())) & _SPLIT_WORDS]
     if splits:
         raise DataError(
-            f"{files[0].parent} holds {', '.join(splits)[:99]}: parts of one graph, or a split of "
-            "its edges?",
+            f"{folder} holds {', '.join(splits)[:99]}: parts of one graph, or a split of its "
+            "edges?",
             hint="name the file to read, such as the edges of training; or put all rows into one "
             "file where they are one graph",
         )
-    names = {file: open_edges(file, columns).names for file in files}
-    first = names[files[0]]
-    for file, found in names.items():
+    sizes: dict[int, list[Path]] = {}
+    for file in files:
+        for other in sizes.setdefault(file.stat().st_size, []):
+            if filecmp.cmp(file, other, shallow=False):
+                raise DataError(
+                    f"{file} is a copy of {other.name}: every edge would be there twice",
+                    hint="name the file itself, or remove one of them",
+                )
+        if file.stat().st_size:
+            sizes[file.stat().st_size].append(file)
+    parts = {file: open_edges(file, columns).names for file in files}
+    first = parts[files[0]]
+    for file, found in parts.items():
         if found != first:
             raise DataError(
                 f"{file} has columns {', '.join(found)[:99]}, {files[0]} {', '.join(first)[:99]}",
@@ -327,15 +338,17 @@ def _with_arrays(path: Path, options: SourceOptions) -> Source:
 
 
 def _tables_at(path: Path, options: SourceOptions) -> TableSource:
-    files = _table_files(path) if path.is_dir() else [path]
+    files, again = _once(_table_files(path)) if path.is_dir() else ([path], {})
     nodes = options.nodes
-    if nodes is None:
+    if nodes is None and path.is_dir():
         nodes = next((file for file in files if file.name.partition(".")[0] in _NODE_TABLES), None)
-    files = [file for file in files if nodes is None or file.resolve() != nodes.resolve()]
-    again = dict[Path, str]()
+    if nodes is not None:
+        own = nodes.resolve()
+        same = [(file.resolve(), first.resolve()) for file, first in again.items()]
+        twins = {own, *(end for pair in same if own in pair for end in pair)}
+        files = [file for file in files if file.resolve() not in twins]
     if path.is_dir():
-        files, again = _once(files)
-    _check_parts(files, options.columns)
+        _check_parts(path, files, options.columns)
     source = table_source(
         files,
         nodes=nodes,
@@ -343,12 +356,22 @@ def _tables_at(path: Path, options: SourceOptions) -> TableSource:
         ids=options.ids,
         num_nodes=options.num_nodes,
         name=path.name.partition(".")[0],
+        folder=path if path.is_dir() else path.parent,
     )
-    for file, why in again.items():
-        source.reading.leave_out(file.name, why)
-    for file in sorted(path.iterdir()) if path.is_dir() else ():
-        if file not in {*files, *again, nodes}:
-            where = any(file in part.parents for part in files)
-            if not where:
-                source.reading.leave_out(file.name, "no table of edges or nodes by its name")
+    if path.is_dir():
+        _tell_of_folder(source.reading, path, [*files, *([] if nodes is None else [nodes])], again)
     return source
+
+
+def _tell_of_folder(
+    reading: Reading, folder: Path, used: list[Path], again: Mapping[Path, Path]
+) -> None:
+    for file, first in again.items():
+        if file not in used:
+            reading.leave_out(str(file.relative_to(folder)), f"the same as {first.name}, packed")
+    inside = [file.relative_to(folder) for file in used if file.is_relative_to(folder)]
+    keys = {part.partition("=")[0] for file in inside for part in file.parent.parts}
+    for key in sorted(keys):
+        reading.leave_out(f"partition {key}", "a value in the names of folders is not stored")
+    why = "no table of edges or nodes by its name"
+    leave_out_rest(reading, folder, {*used, *again}, why)

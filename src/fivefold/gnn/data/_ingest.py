@@ -332,11 +332,11 @@ def ingest(
         )
     folder, rules = Path(folder), rules or EdgeRules()
     run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
+    if (reading := getattr(source, "reading", None)) is not None and reading.names():
+        reading.log()
     if isinstance(source, HeteroSource):
         return _ingest_hetero(source, folder, rules=rules, run=run)
     _check_free(folder, HETERO_FILE)
-    if (reading := getattr(source, "reading", None)) is not None and reading.names():
-        reading.log()
     if (prepare := getattr(source, "prepare", None)) is not None:
         prepare(folder, **run)
     parts: dict[str, Callable[[], Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,15 @@ _IDS = ("id", "node", "node_id", "nodeid", "nid", "vertex", "vertex_id", "key")
 _LABELS = ("label", "labels", "y", "class", "target", "category", "subject")
 _SPLIT_NAMES = {"train": "train", "training": "train", "test": "test", "": "", "none": ""}
 _SPLIT_NAMES |= dict.fromkeys(("valid", "val", "validation", "dev"), "valid")
+_ROW_NUMBERS = re.compile(r"(unnamed: ?\d+)?|index|level_\d+|__index_level_\d+__|row_?names?|row")
 _MASK = re.compile(r"(?:is_)?(train|training|valid|val|validation|dev|test)(?:_?mask)?")
 _YES = {"1", "1.0", "true", "t", "yes", "y"}
 _NO = {"0", "0.0", "false", "f", "no", "n", ""}
 _LIST = re.compile(r"\s*\[?\s*[-+.\d][-+.\deE]*(\s*[,; ]\s*[-+.\d][-+.\deE]*)+\s*\]?\s*")
+
+
+_THOUSANDS = re.compile(r"\s*-?\d{1,3}(,\d{3})+\s*")
+_MISSING_WORDS = {"na", "n/a", "nan", "null", "?"}
 
 
 def names_nodes(names: list[str]) -> bool:
@@ -65,7 +70,7 @@ class NodeTable:
         self.split = columns.split or self._only_one(("split",), "split")
         self.masks = self._find_masks()
         if self.label is not None and self._is_text(self.label) and isinstance(table, CsvReader):
-            self._refuse_words(self.label)
+            self._refuse_words(self.label, blanks=False)
         self._order: Ids | None = None  # of the rows, where they go by their ids
         self._sorted: Array | None = None
         self._parsed: set[str] = set()  # columns of text that hold lists of numbers
@@ -110,19 +115,20 @@ class NodeTable:
             return exact[0]
         if len(exact) > 1:
             self._only_one(_IDS, "node")
-        first = names[0] if names else None
-        if first is None:
-            return None
         taken = {self.columns.label, self.columns.split, *(self.columns.features or ())}
-        if first in taken or first.lower() in {*_LABELS, "split"}:
-            return None
-        if re.search(r"(?i)(_| )id$|[a-z]Id$|ID$|^name$", first) and self._distinct(first):
-            return first
-        if self._looks_like_ids(first):
+        free = [name for name in names if name not in taken]
+        first = next(iter(names), None)
+        suspects = [name for name in free if name != first and _counts_rows(name)]
+        if first in free and first.lower() not in {*_LABELS, "split"}:
+            is_id = _is_id(first, self.types[first]) or first.lower() == "name"
+            if is_id and self._distinct(first):
+                return first
+            suspects.insert(0, first)
+        if (found := next(filter(self._looks_like_ids, suspects), None)) is not None:
             raise DataError(
-                f"the first column of {self.table.path}, {first!r}, looks like the ids of nodes: "
-                "no two rows have the same",
-                hint=f"say what it is: --column node={first}, or name the features: --column "
+                f"column {found!r} of {self.table.path} looks like the ids of nodes: no two rows "
+                "have the same",
+                hint=f"say what it is: --column node={found}, or name the features: --column "
                 "features=NAME,...",
             )
         return None
@@ -131,9 +137,8 @@ class NodeTable:
         if self.columns.features is not None or _is_mask(name):
             return False
         kind = self.types[name]
-        if not pa.types.is_integer(kind):
-            return name.lower() in {"", "unnamed: 0", "index"}
-        return self._distinct(name)
+        may_be = _counts_rows(name) or pa.types.is_integer(kind)
+        return may_be and self._distinct(name)
 
     def _distinct(self, name: str, *, least: int = 2) -> bool:
         """Return whether no value of a column stands twice, of at least so many."""
@@ -175,7 +180,9 @@ class NodeTable:
         else:
             chosen = [
                 name for name in self.table.names
-                if name not in others and not _is_id(name) and self._may_be_feature(name)
+                if name not in others
+                and not (_is_id(name, self.types[name]) or _counts_rows(name) or _is_fold(name))
+                and self._may_be_feature(name)
             ]  # fmt: skip
         for name in chosen:
             if self._is_text(name) and self._is_list_of_numbers(name):
@@ -190,7 +197,14 @@ class NodeTable:
         if not isinstance(self.table, CsvReader):
             return False
         values = [value for value in self.table.values(name) if value.strip()]
-        return bool(values) and all(map(_LIST.fullmatch, values))
+        lists = bool(values) and all(map(_LIST.fullmatch, values))
+        if lists and all(map(_THOUSANDS.fullmatch, values)):
+            raise DataError(
+                f"column {name!r} of {self.table.path} may hold numbers with commas between "
+                f"thousands, or lists of numbers: {values[0]!r}",
+                hint="take the commas out, or put brackets around lists: [1,234]",
+            )
+        return lists
 
     def _may_be_feature(self, name: str) -> bool:
         """Return whether a column holds numbers; one of numbers and words is refused."""
@@ -201,13 +215,13 @@ class NodeTable:
             return False
         return self._width(name) > 0
 
-    def _refuse_words(self, name: str) -> None:
+    def _refuse_words(self, name: str, *, blanks: bool = True) -> None:
         """Refuse a column most of whose fields are numbers; name the first one that is none."""
         row, numbers, words = 0, 0, list[tuple[int, str]]()
         for batch in self.table.batches([name], [pa.string()]):
             for value in batch.column(0).to_pylist():
                 row += 1
-                if value is None or not value.strip():
+                if value is None or not (value.strip() or blanks):
                     continue
                 if is_number(value):
                     numbers += 1
@@ -215,7 +229,7 @@ class NodeTable:
                     words.append((row, value))
                 if len(words) > 1000 and len(words) > numbers:
                     return
-        if numbers > len(words):
+        if words and numbers > len(words):
             raise DataError(
                 f"column {name!r} of {self.table.path} has {words[0][1]!r} in row {words[0][0]}, "
                 f"where {numbers} of {row} rows have numbers",
@@ -256,26 +270,33 @@ class NodeTable:
         told, parts = self.reading, {self.id: "ids of nodes", self.label: "labels"}
         splits = {name: f"{split} split, a mask" for split, name in self.masks.items()}
         splits |= {self.split: "split"} if self.split else {}
-        parts |= {name: f"{self.widths[name]} features" for name in self.feature_names}
+        kind = f"features as {self.dtype}"  # in which a whole number may be rounded
+        parts |= {name: f"{self.widths[name]} {kind}" for name in self.feature_names}
         for name in self.table.names:
             if name in parts:
                 told.take(name, parts[name])
-            elif name in splits and self.label is None:
-                told.leave_out(name, f"{splits[name]}, but there is no column of labels")
-            elif name in splits and self.split not in {None, name}:
-                told.leave_out(name, f"column {self.split!r} says the splits")
-            elif name in splits:
+            elif name in splits and self.label is not None and self.split in {None, name}:
                 told.take(name, splits[name])
-            elif name in self._named_twice:
-                told.leave_out(name, "names: no two rows have the same, so it holds no classes")
-            elif _is_id(name):
-                told.leave_out(name, "a number of something else, by its name: no feature")
             else:
-                told.leave_out(name, f"{self.types[name]}: neither a number nor a known name")
+                told.leave_out(name, self._why_not(name, splits))
         if self.id is None:
             told.assume("ids", "rows from 0", "no column has the name of ids")
         for word in self.columns.missing:
             told.assume(f"missing {word!r}", 0, "in features; no label in labels")
+
+    def _why_not(self, name: str, splits: dict[str, str]) -> str:
+        """Return why a column is left out."""
+        if name in splits:
+            if self.label is None:
+                return f"{splits[name]}, but there is no column of labels"
+            return f"column {self.split!r} says the splits"
+        if name in self._named_twice:
+            return "names: no two rows have the same, so it holds no classes"
+        if _is_id(name, self.types[name]) or _counts_rows(name):
+            return "a number of something else, by its name: no feature"
+        if _is_fold(name):
+            return "a mask of one of several splits: name those of one train_mask, val_mask, ..."
+        return f"{self.types[name]}: neither a number nor a known name"
 
     # -- the parts ---------------------------------------------------------------------------------
 
@@ -303,11 +324,7 @@ class NodeTable:
             return True
         if not pa.types.is_integer(self.types[self.id]):
             return False
-        ids = self._ids()
-        known = np.zeros(ids.size, bool)
-        inside = (ids >= 0) & (ids < ids.size)
-        known[ids[inside]] = True
-        return bool(known.all())
+        return _is_permutation(self._ids())
 
     def _ids(self) -> Ids:
         parts = [np.empty(0, np.int64)]
@@ -321,6 +338,12 @@ class NodeTable:
         if self.id is None:
             return
         ids = self._ids()
+        if not _is_permutation(ids):
+            raise DataError(
+                f"the ids in column {self.id!r} of {self.table.path} are not 0, 1, 2, ..., each "
+                "once: as numbers they do not say which row is whose",
+                hint="--ids text takes them as names; or leave --ids out",
+            )
         if not np.array_equal(ids, np.arange(ids.size)):
             self._order = np.argsort(ids)
 
@@ -409,15 +432,40 @@ class NodeTable:
         for batch in self.table.batches([label], None if by_category else [pa.string()]):
             column = batch.column(0)
             values = column.dictionary if by_category else column.unique()
-            order.update(dict.fromkeys(value for value in values.to_pylist() if value))
+            words = ((word or "").strip() for word in values.to_pylist())
+            order.update(dict.fromkeys(filter(None, words)))
             if len(order) > _MOST_CLASSES:
                 raise DataError(
                     f"column {label!r} has more than {_MOST_CLASSES} classes",
                     hint="name the label column",
                 )
-        if order and all(re.fullmatch(r"\s*-?\d+\s*", value) for value in order):
+        if order and all(re.fullmatch(r"-?\d+", value) for value in order):
             return None
+        self._check_classes(label, order)
         return list(order) if by_category else sorted(order)
+
+    def _check_classes(self, label: str, order: Iterable[str]) -> None:
+        """Refuse classes that a misread field would make."""
+        missing = [word for word in order if word.lower() in _MISSING_WORDS]
+        if missing and not self.columns.missing and isinstance(self.table, CsvReader):
+            raise DataError(
+                f"a class of column {label!r} of {self.table.path} is {missing[0]!r}",
+                hint=f"--missing {missing[0]!r} where it stands for no label; --missing '' where "
+                "it is a class",
+            )
+        if all(map(_LIST.fullmatch, order)):
+            raise DataError(
+                f"the labels in column {label!r} of {self.table.path} are lists of numbers: "
+                f"{next(iter(order))!r}",
+                hint="give one class per node; batches of a Data in memory "
+                "(DiskLoader.from_dataset) have y as it is",
+            )
+        quoted = next((value for value in order if '"' in {value[0], value[-1]}), None)
+        if quoted and isinstance(self.table, CsvReader) and self.columns.quote is None:
+            raise DataError(
+                f"a class of column {label!r} of {self.table.path} is {quoted[:60]}",
+                hint="say what quotation marks mean: --quote none or --quote '\"'",
+            )
 
     def _label_blocks(self, names: list[str] | None) -> Iterator[Ids]:
         given = self.types[str(self.label)]
@@ -434,10 +482,13 @@ class NodeTable:
         is_text = kind == [pa.string()]
         for batch in self.table.batches([str(self.label)], kind):
             column = batch.column(0)
+            if is_text:
+                column = compute.utf8_trim_whitespace(column)
+                column = compute.if_else(compute.equal(column, ""), None, column)
             if names is not None:
                 column = compute.index_in(column, value_set=pa.array(names, pa.string()))
             elif is_text:
-                column = compute.utf8_trim_whitespace(column).cast(pa.int64())
+                column = column.cast(pa.int64())
             if pa.types.is_boolean(column.type):
                 column = column.cast(pa.int64())
             yield as_labels(column.fill_null(-1).to_numpy(zero_copy_only=False))
@@ -487,13 +538,32 @@ class NodeTable:
         return np.array([word in _YES for word in words], bool)
 
 
+def _is_permutation(ids: Ids) -> bool:
+    known = np.zeros(ids.size, bool)
+    known[ids[(ids >= 0) & (ids < ids.size)]] = True
+    return bool(known.all())
+
+
 def _is_mask(name: str) -> bool:
     return _MASK.fullmatch(name.lower()) is not None
 
 
-def _is_id(name: str) -> bool:
-    """Return whether a name says that the column numbers something."""
-    return name.lower() in _IDS or re.search(r"(?i)(_| )id$|[a-z]Id$", name) is not None
+def _is_id(name: str, kind: Any) -> bool:
+    """Return whether a name says that the column numbers something; "paid" of floats does not."""
+    if name.lower() in _IDS or re.search(r"(?i:(_| )id)$|[a-z](Id|ID)$", name):
+        return True
+    return name.endswith("id") and pa.types.is_integer(kind)
+
+
+def _counts_rows(name: str) -> bool:
+    """Return whether a name is one that pandas and R give to the numbers of rows."""
+    return _ROW_NUMBERS.fullmatch(name.lower()) is not None
+
+
+def _is_fold(name: str) -> bool:
+    """Return whether a name is that of a mask of one of several splits, as train_mask_3."""
+    found = re.fullmatch(r"(.*?)[_ .]?\d+", name.lower())
+    return found is not None and found[1].endswith("mask") and _is_mask(found[1])
 
 
 def _split_list(text: str) -> list[str]:

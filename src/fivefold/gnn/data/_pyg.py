@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -186,7 +186,8 @@ def pyg_source(
     name = name or type(data).__name__
     if hasattr(data, "edge_types"):
         return _hetero_source(data, name, stamp, split, leave_out)
-    reading = _check_left_out(data, name, leave_out)
+    reading = Reading(name)
+    _account(reading, data, leave_out)
     edges, weights = _edges(data, "the graph", stamp)
     parts = _node_parts(data, stamp, split)
     attributes = None if "edge_attr" in leave_out else _rows(data, "edge_attr", stamp)
@@ -206,33 +207,49 @@ def pyg_source(
     return source
 
 
-def _check_left_out(store: Any, what: str, allowed: Collection[str]) -> Reading:
-    """Name what is left out; return what becomes of each attribute."""
-    reading = Reading(what)
+def _account(reading: Reading, store: Any, allowed: Collection[str], where: str = "") -> None:
+    """Say what becomes of each attribute; what is left out against nobody's word is a warning."""
     names = store.keys() if callable(getattr(store, "keys", None)) else vars(store)
     given = [name for name in names if getattr(store, name, None) is not None]
-    lost = [name for name in given if name not in _STORED and name not in allowed]
-    if lost:
-        _LOG.warning("%s: not stored: %s", what, ", ".join(lost))
+    lost = []
     for name in given:
+        place, why = f"{where}{name}", _why_not(name, given)
         if name in allowed:
-            reading.leave_out(name, "--leave-out")
-        elif name in lost:
-            reading.leave_out(name, "no part of a data set has this name")
-        elif name.endswith("_mask") and "y" not in given:
-            reading.leave_out(name, "a split, but there are no labels")
-        elif name in {"batch", "ptr"}:
-            reading.ignore(name, "of batches; the graph is one")
+            reading.leave_out(place, "--leave-out")
+        elif name in _HARMLESS:
+            reading.ignore(place, _HARMLESS[name])
+        elif name == "adj_t" and "edge_index" in given:
+            reading.ignore(place, "edge_index says the same edges")
+        elif why is not None:
+            reading.leave_out(place, why)
+            lost.append(name)
         else:
-            reading.take(name)
-    return reading
+            reading.take(place)
+    if lost:
+        what = f"{reading.source}, type {where[:-2]}" if where else reading.source
+        _LOG.warning("%s: not stored: %s", what, ", ".join(lost))
+
+
+_HARMLESS = dict.fromkeys(("batch", "ptr"), "of batches; the graph is one")
+
+
+def _why_not(name: str, given: Sequence[str]) -> str | None:
+    """Return why an attribute is not stored; None where it is."""
+    if name not in _STORED:
+        return "no part of a data set has this name"
+    if name.endswith("_mask") and "y" not in given:
+        return "a split, but there are no labels"
+    return None
 
 
 def _hetero_source(
     data: Any, name: str, stamp: Any, split: int | None, leave_out: Collection[str]
 ) -> HeteroSource:
+    reading = Reading(name)
     for kind in (*data.node_types, *data.edge_types):
-        _check_left_out(data[kind], f"type {kind}", leave_out)
+        where = kind if isinstance(kind, str) else " ".join(kind)
+        _account(reading, data[kind], leave_out, f"{where}: ")
+    _account(reading, getattr(data, "_global_store", {}), leave_out)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         counts = {kind: data[kind].num_nodes for kind in data.node_types}
@@ -264,7 +281,9 @@ def _hetero_source(
     features = {
         kind: ArrayFeatures(rows, what=f"edge_attr of {kind}") for kind, rows in attributes.items()
     }
-    return HeteroSource(name=name, nodes=nodes, edges=edges, edge_features=features)
+    return HeteroSource(
+        name=name, nodes=nodes, edges=edges, edge_features=features, reading=reading
+    )
 
 
 def _node_parts(store: Any, stamp: Any, split: int | None) -> dict[str, Any]:
@@ -287,6 +306,11 @@ def _edges(store: Any, what: str, stamp: Any) -> tuple[Rows, Rows | None]:
     if rows is not None:
         return rows, _rows(store, "edge_weight", stamp)
     matrix = getattr(store, "adj_t", None)
+    if matrix is not None and getattr(store, "edge_weight", None) is not None:
+        raise DataError(
+            f"{what} has adj_t and edge_weight, and nothing says which weight is whose",
+            hint="ToSparseTensor(attr='edge_weight') puts them into adj_t; or use edge_index",
+        )
     if matrix is None:
         raise DataError(f"{what} has neither edge_index nor adj_t", hint="set edge_index")
     return _of_matrix(matrix, None if stamp is None else [*stamp, "adj_t"])

@@ -22,7 +22,7 @@ from fivefold.errors import (
     require_one_of,
     require_whole,
 )
-from fivefold.gnn.data._csv import CsvReader
+from fivefold.gnn.data._csv import CsvReader, ZeroFinder
 from fivefold.gnn.data._dataset import GRAPH_FILE, NAMES_FILE
 from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._node_table import NodeTable
@@ -34,7 +34,7 @@ from fivefold.gnn.data._tables import (
     open_table,
     rest_of,
 )
-from fivefold.gnn.data.arrays import ArrayEdges, ArrayRows, check_gaps, count_ids, file_stamp
+from fivefold.gnn.data.arrays import ArrayEdges, ArrayRows, count_ids, file_stamp
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress
 from fivefold.gnn.storage import Container
 from fivefold.gnn.storage.pages import Array, Ids
@@ -51,6 +51,10 @@ _ENDS = (
 )  # fmt: skip
 
 
+_FEW_NODES = 1000  # so many without edges cost nothing
+_MOST_SEEN = 1 << 26  # ids of which a byte each says whether they stand in an edge
+
+
 def table_source(
     edges: Sequence[str | Path],
     *,
@@ -59,6 +63,7 @@ def table_source(
     ids: Literal["auto", "number", "text"] = "auto",
     num_nodes: int | None = None,
     name: str = "edge list",
+    folder: Path | None = None,
 ) -> TableSource:
     r"""Return a graph given as tables.
 
@@ -71,9 +76,10 @@ def table_source(
             data set's folder then lists them), in memory; "auto": by the columns' type.
         num_nodes: Number of nodes; None: rows of the node table, or the largest id + 1.
         name: For people.
+        folder: From which the account names the files; None: the one in which all of them lie.
 
     Raises:
-        ConfigurationError: No file is given, or ``ids`` is none of these.
+        ConfigurationError: No file is given, one twice, or ``ids`` is none of these.
         DataError: A file is missing or has not the columns.
 
     Examples:
@@ -88,10 +94,16 @@ def table_source(
         message = "no edge table is given"
         raise ConfigurationError(message, hint="give one or more CSV or Parquet files")
     require_one_of(ids, ("auto", "number", "text"), f"ids is {ids!r}")
+    known = [Path(path).resolve() for path in edges]
+    if len(set(known)) < len(known):
+        message = "an edge table is given twice, and every edge of it would be there twice"
+        raise ConfigurationError(message, hint="give each file once")
     if num_nodes is not None:
         num_nodes = require_whole("num_nodes", num_nodes, least=0)
     paths, table = [Path(path) for path in edges], None if nodes is None else Path(nodes)
-    return TableSource(paths, table, columns or TableColumns(), ids, num_nodes, name)
+    if folder is None:
+        folder = Path(os.path.commonpath([path.absolute().parent for path in paths]))
+    return TableSource(paths, table, columns or TableColumns(), ids, num_nodes, name, folder)
 
 
 class TableSource:
@@ -107,6 +119,7 @@ class TableSource:
         ids: str,
         num_nodes: int | None,
         name: str,
+        folder: Path,
     ) -> None:
         self.name, self.ids = name, ids
         self.reading, self._columns = Reading(name), columns
@@ -114,14 +127,24 @@ class TableSource:
         self.ends = [_edge_columns(table, columns) for table in self.tables]
         self.node_table = None if nodes is None else NodeTable(nodes, columns)
         self.direction, self.wants_reverse = self._find_direction()
-        self._tell(columns)
-        self.text_ids = ids == "text" or (ids == "auto" and self._needs_names())
+        why = self._why_names() if ids == "auto" else "as was said" if ids == "text" else None
+        self.text_ids = why is not None
         if self.node_table is not None and not self.text_ids:
             self.node_table.go_by_id()
+        self._looked_at = set[Path]()  # for ids such as 007
+        self._numbered_edges: Any = None  # the edges with numbers for names, once there are any
         self.weighted = columns.weight is not None
         # A line takes at least four bytes; packed files hold some ten times their size.
         self.expected_edges = sum(path.stat().st_size // 4 for path in edges)
         self.most_edges = sum(table.most_rows for table in self.tables)
+        self.num_nodes, gaps = self._count_nodes(num_nodes)
+        self.text_ids |= gaps is not None
+        self._tell(columns, folder)
+        if ids == "auto":
+            kind, why = "names" if self.text_ids else "numbers from 0", why or gaps
+            self.reading.assume(
+                "ids", kind, why or "all are whole numbers, and most stand in edges"
+            )
         self.recipe: Mapping[str, Any] = {
             "source": "tables",
             "edges": [file_stamp(path) for path in edges],
@@ -133,8 +156,6 @@ class TableSource:
             **({"names": "as they come"} if self.text_ids and nodes is None else {}),
             "num_nodes": num_nodes,
         }
-        self._numbered_edges: Any = None  # the edges with numbers for names, once there are any
-        self.num_nodes = self._count_nodes(num_nodes)
 
     def _find_direction(self) -> tuple[str | None, bool]:
         """Return the column that says Directed or Undirected, as Gephi writes it, and which."""
@@ -158,32 +179,44 @@ class TableSource:
             )
         return found if words else None, words == {"undirected"}
 
-    def _tell(self, columns: TableColumns) -> None:
+    def _tell(self, columns: TableColumns, folder: Path) -> None:
         """Say what became of every file and every column."""
-        root = Path(os.path.commonpath([table.path.parent for table in self.tables]))
+        told = self.reading
         for table in self.tables:
-            self.reading.take(str(table.path.relative_to(root)), "edges")
-        table, (source, target, weight) = self.tables[0], self.ends[0]
-        given = {columns.source, columns.target}
-        for role, name in (("source", source), ("target", target)):
-            if name in given or _usual_ends(table.names) == (source, target):
-                self.reading.take(f"column {name}", role)
+            told.take(os.path.relpath(table.path.absolute(), folder.absolute()), "edges")
+        names = set[str]()
+        for table, ends in zip(self.tables, self.ends, strict=True):
+            self._tell_of_edges(table, ends, names)
+        table = self.tables[0]
+        if isinstance(table, CsvReader) and columns.names is None:
+            told.assume("header", table.has_header, "from the first lines")
+        if self.node_table is not None:
+            told.take(os.path.relpath(self.node_table.table.path.absolute(), folder.absolute()))
+            self._tell_of_nodes(self.node_table)
+
+    def _tell_of_edges(
+        self, table: TableReader, ends: tuple[str, str, str | None], names: set[str]
+    ) -> None:
+        """Say what became of the columns, but for the names of which an earlier table told."""
+        told, given = self.reading, {self._columns.source, self._columns.target}
+        usual = _usual_ends(table.names) == ends[:2]
+        roles = dict(zip(ends, ("source", "target", "weight"), strict=True))
+        for name, kind in zip(table.names, table.types, strict=True):
+            if name in names:
+                continue
+            names.add(name)
+            column, role = f"column {name}", roles.get(name)
+            if name == self.direction:
+                both = "undirected" if self.wants_reverse else "directed"
+                told.take(column, f"all edges are {both}")
+            elif role == "weight" or (role is not None and (usual or name in given)):
+                told.take(column, role)
+            elif role is not None:
+                told.assume(column, role, "by its place, not by its name")
             else:
-                self.reading.assume(f"{role} column", name, "by its place, not by its name")
-        for name in table.names:
-            if name == weight:
-                self.reading.take(f"column {name}", "weight")
-            elif name == self.direction:
-                self.reading.take(f"column {name}", f"both directions: {self.wants_reverse}")
-            elif name not in {source, target}:
-                kind = table.types[table.names.index(name)]
                 is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
                 more = "; --column weight=NAME takes weights" if is_number else ""
-                self.reading.leave_out(f"column {name}", "neither end of an edge" + more)
-        if isinstance(table, CsvReader):
-            self.reading.assume("header", table.has_header, "from the first lines")
-        if self.node_table is not None:
-            self._tell_of_nodes(self.node_table)
+                told.leave_out(column, "neither end of an edge" + more)
 
     def _tell_of_nodes(self, table: NodeTable) -> None:
         for what in ("read", "assumed", "left_out", "harmless"):
@@ -191,18 +224,23 @@ class TableSource:
                 place = f"{table.table.path.name}: {note.name}"
                 getattr(self.reading, what).append(replace(note, name=place))
 
-    def _needs_names(self) -> bool:
+    def _why_names(self) -> str | None:
+        """Return why ids are names; None where they are numbers."""
         for table, (source, target, _weight) in zip(self.tables, self.ends, strict=True):
             types = dict(zip(table.names, table.types, strict=True))
-            if not all(pa.types.is_integer(types[end]) for end in (source, target)):
-                return True
-            if isinstance(table, CsvReader):  # 007 is another name than 7
-                fields = (value.strip() for end in (source, target) for value in table.values(end))
-                if any(re.fullmatch(r"-?0\d+", field) for field in fields):
-                    return True
-        return self.node_table is not None and not self.node_table.ids_are_numbers()
+            for end in (source, target):
+                if not pa.types.is_integer(types[end]):
+                    return f"column {end!r} is of type {types[end]}"
+                # 007 is another name than 7
+                fields = table.values(end) if isinstance(table, CsvReader) else []
+                if any(re.fullmatch(r"\s*-?0\d+\s*", field) for field in fields):
+                    return f"column {end!r} has numbers that begin with 0"
+        if self.node_table is not None and not self.node_table.ids_are_numbers():
+            return "the ids of the node table are not 0, 1, 2, ..."
+        return None
 
-    def _count_nodes(self, given: int | None) -> int:
+    def _count_nodes(self, given: int | None) -> tuple[int, str | None]:
+        """Return the number of nodes, 0 where names will tell, and why numbers are names."""
         if self.node_table is not None:
             rows: int = self.node_table.num_rows
             if given not in {None, rows}:
@@ -210,17 +248,37 @@ class TableSource:
                     f"the node table has {rows} rows, num_nodes is {given}",
                     hint="leave num_nodes out",
                 )
-            return rows
+            return rows, None
         if given is not None or self.text_ids:
-            return given or 0
-        count, num_edges = count_ids(self)
-        if self.ids == "auto":
-            hint = (
-                "--ids text numbers them anew; --ids number keeps the gaps as nodes without edges"
+            return given or 0, None
+        if self.ids == "number":
+            return count_ids(self)[0], None
+        count, used = self._count_used()
+        if count > _FEW_NODES and 2 * used < count:
+            return 0, (
+                f"at most {used:,} of {count:,} numbers stand in edges; --ids number keeps "
+                "the others as nodes without edges"
             )
-            check_gaps(count, num_edges, hint=hint)
-            self.gaps_hint = hint
-        return count
+        self.gaps_hint = (
+            "--ids text numbers them anew; --ids number keeps the gaps as nodes without edges"
+        )
+        return count, None
+
+    def _count_used(self) -> tuple[int, int]:
+        """Return one more than the largest id, and how many stand in edges, or a bound of it."""
+        count, num_edges, seen = 0, 0, np.zeros(_FEW_NODES, bool)
+        for block in self.blocks(0, 1 << 20):
+            ends = (block.sources, block.targets)
+            if not block.sources.size or min(int(end.min()) for end in ends) < 0:
+                continue  # the writer refuses what is below 0
+            count = max(count, *(int(end.max()) + 1 for end in ends))
+            num_edges = block.position
+            if seen.size < count <= _MOST_SEEN:
+                seen = np.append(seen, np.zeros(2 * count - seen.size, bool))
+            for end in ends if count <= _MOST_SEEN else ():
+                seen[end] = True
+        used = 2 * num_edges if count > _MOST_SEEN else int(np.count_nonzero(seen))
+        return count, min(count, used)
 
     def prepare(self, folder: Path, *, memory_bytes: int, progress: Progress | None) -> None:
         """Number the nodes where ids are names; their list goes to ``names.parquet``."""
@@ -283,10 +341,19 @@ class TableSource:
         """Yield columns of sources, of targets and of weights where there are some."""
         types = [of_ids, of_ids, pa.float32()]
         for table, ends in zip(self.tables, self.ends, strict=True):
-            columns = [name for name in ends if name is not None]
-            for batch in table.batches(columns, types[: len(columns)]):
+            columns, finder = [name for name in ends if name is not None], None
+            kinds, more = types[: len(columns)], {}
+            doubtful = (
+                self.ids == "auto" and not self.text_ids and table.path not in self._looked_at
+            )
+            if isinstance(table, CsvReader) and doubtful:
+                more["look"] = finder = ZeroFinder(table, columns[:2])
+            for batch in table.batches(columns, kinds, **more):
                 check_whole(batch, table.path)
                 yield batch
+            self._looked_at.add(table.path)
+            if finder is not None and finder.found:
+                _check_zeros(table, columns[:2])
 
     def features(self) -> Any:
         """Return the feature columns of the node table."""
@@ -309,6 +376,20 @@ def open_edges(path: Path, columns: TableColumns) -> TableReader:
     return open_table(path, columns, known)
 
 
+def _check_zeros(table: TableReader, columns: list[str]) -> None:
+    """Refuse ids that are one number and two names, such as 7 and 007."""
+    for batch in table.batches(columns, [pa.string()] * len(columns)):
+        for column in batch.columns:
+            found = compute.match_substring_regex(column, r"^\s*-?0\d+\s*$")
+            place = compute.index(found, pa.scalar(value=True)).as_py()
+            if place >= 0:
+                field = column[place].as_py()
+                raise DataError(
+                    f"{table.path} has the id {field!r}, which as a number is {int(field)}",
+                    hint="--ids text takes ids as names; --ids number where they are numbers",
+                )
+
+
 def _is_word(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
@@ -318,6 +399,8 @@ def _usual_ends(names: Sequence[str]) -> tuple[str, str] | None:
     lower = [name.lower() for name in names]
     found = [pair for pair in _ENDS if set(pair) <= set(lower)]
     if len(found) != 1:
+        return None
+    if any(lower.count(name) > 1 for name in found[0]):  # as src beside Src
         return None
     source, target = (names[lower.index(name)] for name in found[0])
     return source, target
@@ -347,7 +430,25 @@ def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, 
             f"source and target of {table.path} are both column {source!r}",
             hint="name them: --column source=NAME --column target=NAME",
         )
+    if columns.weight in {source, target}:
+        raise DataError(
+            f"column {columns.weight!r} of {table.path} is an end of the edges, and their weight",
+            hint="name three: --column source=NAME --column target=NAME --column weight=NAME",
+        )
+    for end in (source, target):
+        _check_one_number(table, end)
     return source, target, columns.weight
+
+
+def _check_one_number(table: TableReader, end: str) -> None:
+    """Refuse ends such as "1 2", where tabs and blanks both stand between columns."""
+    values = table.values(end) if isinstance(table, CsvReader) else []
+    fields = [field.strip() for field in values if field.strip()]
+    if fields and all(re.fullmatch(r"-?\d+(\s+-?\d+)+", field) for field in fields):
+        raise DataError(
+            f"every field of column {end!r} of {table.path} holds several numbers: {fields[0]!r}",
+            hint="put one delimiter between columns: tr -s ' \\t' '\\t' <FILE >NEW",
+        )
 
 
 def _check_first(table: TableReader) -> None:

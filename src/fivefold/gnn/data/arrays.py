@@ -11,7 +11,7 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -165,6 +165,17 @@ def existing(path: str | os.PathLike[str], *, hint: str = "check the path") -> P
     if not place.is_file():
         raise DataError(f"there is no file {place}", hint=hint)
     return place
+
+
+def leave_out_rest(reading: Reading, folder: Path, used: Collection[Path], why: str) -> None:
+    """Name the files of a folder that are not used; a folder with none that is, by its name."""
+    inside = {path.resolve() for path in used}
+    within = {parent for path in inside for parent in path.parents}
+    for path in sorted(folder.rglob("*")):
+        place = path.resolve()
+        if place in inside or place in within or path.parent.resolve() not in within:
+            continue
+        reading.leave_out(str(path.relative_to(folder)) + ("/" if path.is_dir() else ""), why)
 
 
 def npz_members(path: Path) -> list[str]:
