@@ -328,3 +328,22 @@ def test_batches_sampled_online_have_the_rows_of_their_edges(tmp_path):
             check(batch, graph)
         row_bytes = dataset.edge_features.section("x").row_bytes
         assert loader.statistics().edge_bytes >= row_bytes * batch.num_edges
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("names", ["a", "b", "c", "d"], "'names' is a list with an entry for each node"),
+        ("y", torch.zeros(3), "'y' has 3 entries for 4 nodes"),
+        ("train_mask", torch.ones(5, dtype=torch.bool), "'train_mask' has 5 entries for 4 nodes"),
+        ("edge_attr", torch.zeros(2, 3), "'edge_attr' has 2 entries for 5 edges"),
+        ("edge_time", torch.zeros(6), "'edge_time' has 6 entries for 5 edges"),
+    ],
+)
+def test_attributes_without_a_part_for_the_batch(tmp_path, name, value, message):
+    """PyG would hand them out as a whole, or fail in the first batch."""
+    data = Data(x=torch.rand(4, 2), edge_index=torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]]))
+    data[name] = value
+    with pytest.raises(DataError, match=message):
+        DiskLoader.from_dataset(data, [2], 2, cache=tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -224,3 +224,24 @@ def test_times_of_links_that_do_not_fit_are_refused(dataset):
     ]:
         with pytest.raises(ConfigurationError, match=said):
             LinkLoader(dataset, [[0], [1]], fanouts=[2], batch_size=1, **options)
+
+
+@pytest.mark.parametrize("of_nodes", [False, True])
+def test_weights_are_of_what_is_early_enough(tmp_path, of_nodes):
+    """One of five edges, in proportion to its weight among those in time; 0 is never drawn."""
+    ends = np.array([[1, 2, 3, 4, 5], [0, 0, 0, 0, 0]])
+    weights, when, count = np.array([1, 3, 0, 4, 9.0]), np.array([1, 2, 3, 4, 9]), 4000
+    times = {"node_time": np.array([0, *when])} if of_nodes else {"edge_time": when}
+    source = array_source(ends, features=np.zeros((6, 1), np.float32), weights=weights)
+    with ingest(source, tmp_path / "d") as dataset:
+        options = {"batch_size": count, "input_time": np.full(count, 5), **times}
+        with OnlineLoader(dataset, np.zeros(count, int), fanouts=[1], **options) as loader:
+            batch = next(iter(loader))
+        found = np.bincount(batch.n_id[batch.edge_index[0]].numpy(), minlength=6)[1:]
+        expected = count * np.where(when <= 5, weights, 0) / 8
+        deviation = np.sqrt(expected * (1 - expected / count))
+        assert (np.abs(found - expected) <= 4 * deviation).all()
+        everything = {"fanouts": [-1], "temporal_strategy": "last", **options}
+        with OnlineLoader(dataset, np.zeros(count, int), **everything) as loader:
+            batch = next(iter(loader))
+        assert set(batch.n_id[batch.edge_index[0]].tolist()) == {1, 2, 4}

@@ -106,12 +106,43 @@ def open_source(
             f"form is {form!r}, but batches of a {type(data).__name__} are of its class",
             hint="ingest it, or form='data'",
         )
+    for store in data.stores:
+        _check_attributes(store)
     folder = cache_folder() if cache is None else Path(cache)
     found = dataset_of(data, folder, weight_attr)
     opened.callback(found.close)
     stores = data.edge_stores
     beside = [name for store in stores for name in store.edge_attrs() if name != "edge_index"]
     return GraphSource(found, folder, SlicedData(data), bool(beside))
+
+
+_OF_EDGES = {"edge_attr", "edge_weight", "edge_time"}
+
+
+def _check_attributes(store: Any) -> None:
+    """Refuse, before any work, attributes of which a batch would not have its part."""
+    by_node = getattr(store, "is_node_attr", lambda _name: False)
+    by_edge = getattr(store, "is_edge_attr", lambda _name: False)
+    for name, value in store.items():
+        if isinstance(value, list | tuple) and (by_node(name) or by_edge(name)):
+            raise DataError(
+                f"attribute {name!r} is a {type(value).__name__} with an entry for each node or "
+                "edge, of which PyG takes no part",
+                hint=f"make it a tensor, or leave it out: del data.{name}",
+            )
+        length = value.shape[0] if len(getattr(value, "shape", ())) else 1
+        of_nodes = name.endswith("_mask") or (name == "y" and length > 1)
+        count = None
+        if name in _OF_EDGES and "edge_index" in store:
+            count = store.num_edges
+        elif of_nodes and hasattr(store, "is_node_attr"):
+            count = store.num_nodes
+        if count not in {None, length}:
+            raise DataError(
+                f"attribute {name!r} has {length} entries for {count} "
+                f"{'edges' if name in _OF_EDGES else 'nodes'}",
+                hint="give one for each, in their order",
+            )
 
 
 def cache_folder() -> Path:

@@ -217,21 +217,28 @@ def draw_in_time(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by o
     nodes: Ids,
     trees: Ids,
     limits: Array,
+    weights: NDArray[np.float32],
     fanout: int,
     latest: bool,  # noqa: FBT001
     key: Any,
     positions: Ids,
     degrees: NDArray[np.int32],
 ) -> int:
-    """Choose as :func:`draw` among the edges whose time is at most the limit of the node's tree."""
+    """Choose as :func:`draw` among the edges whose time is at most the limit of the node's tree.
+
+    Where there are weights, in proportion to them, and never an edge of weight 0.
+    """
     written = 0
+    weighted = weights.shape[0] > 0
+    keys = np.empty(max(fanout, 0) if weighted else 0, np.float64)
     for place in range(nodes.shape[0]):
         start, stop = indptr[nodes[place]], indptr[nodes[place] + 1]
         limit = limits[trees[place]]
         early = np.empty(stop - start, np.int64)
         count = 0
         for position in range(start, stop):
-            if times[indices[position] if of_nodes else position] <= limit:
+            in_time = times[indices[position] if of_nodes else position] <= limit
+            if in_time and (not weighted or weights[position] > 0.0):
                 early[count] = position
                 count += 1
         taken = count
@@ -248,7 +255,9 @@ def draw_in_time(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by o
             else:
                 node_stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
                 stream = mix_bits(node_stream + np.uint64(trees[place] + 1) * _GOLDEN)
-                if fanout <= _SMALL:
+                if weighted:
+                    _least_keys(stream, weights[early[:count]], keys, chosen)
+                elif fanout <= _SMALL:
                     _floyd_small(stream, count, fanout, chosen)
                 else:
                     _floyd_large(stream, count, fanout, chosen)

@@ -28,7 +28,7 @@ class TemporalSampler:
 
     def __init__(
         self,
-        topology: Adjacency,  # without weights
+        topology: Adjacency,  # with weights neighbours are drawn in proportion to them
         fanouts: Sequence[int],
         *,
         node_time: ArrayLike | None = None,  # [nodes]; an edge is as old as its source
@@ -41,9 +41,6 @@ class TemporalSampler:
             message = "times of nodes or of edges are needed, and only one of them"
             raise ConfigurationError(message, hint="give node_time or edge_time")
         require_one_of(strategy, ("uniform", "last"), f"temporal_strategy is {strategy!r}")
-        if topology.weights is not None:
-            message = "the topology has edge weights, which temporal sampling does not use"
-            raise ConfigurationError(message, hint="open it without weights")
         self.topology, self.fanouts = topology, checked_fanouts(fanouts)
         self.strategy, self.seed = strategy, require_whole("seed", seed, least=-(2**63))
         self.edge_ids, self._of_nodes = require_flag("edge_ids", edge_ids), edge_time is None
@@ -91,6 +88,7 @@ class TemporalSampler:
             )
         limits = self.times_of(ids, seed_time, "seed_time")
         found = _Trees(ids, topology.num_nodes)
+        weights = np.empty(0, np.float32) if topology.weights is None else topology.weights
         degrees, sources, edge_ids, first = [], [], [], 0
         for hop, fanout in enumerate(self.fanouts):
             nodes, trees = found.nodes[first:], found.trees[first:]
@@ -99,7 +97,7 @@ class TemporalSampler:
             key = np.uint64(stream_key(self.seed, epoch, batch, hop))
             count = draw_in_time(
                 *(topology.indptr, topology.indices, self.times, self._of_nodes, nodes, trees),
-                *(limits, fanout, self.strategy == "last", key, positions, taken),
+                *(limits, weights, fanout, self.strategy == "last", key, positions, taken),
             )
             positions, first = positions[:count], len(found.nodes)
             topology.check_unchanged()
