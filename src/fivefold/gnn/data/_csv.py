@@ -62,10 +62,16 @@ class CsvReader:
         path: The file.
         dialect: What a person says of it.
         known: Whether a line of names names all columns that are needed.
+        enough: Whether words tell a line of names, given the names and whether each stands above
+            numbers alone.
     """
 
     def __init__(
-        self, path: Path, dialect: Dialect, known: Callable[[list[str]], bool] = lambda _: False
+        self,
+        path: Path,
+        dialect: Dialect,
+        known: Callable[[list[str]], bool] = lambda _: False,
+        enough: Callable[[list[str], list[bool]], bool] = lambda _, above: all(above),
     ) -> None:
         self.path, self.dialect = path, dialect
         self._marks: tuple[str, ...] = _COMMENTS
@@ -86,7 +92,7 @@ class CsvReader:
             [row[i] for row in rows if i < len(row)] for i in range(len(fields))
         ]  # of the lines that were looked at
         self.has_header = (
-            self._is_header(fields, known) if dialect.header is None else dialect.header
+            self._is_header(fields, known, enough) if dialect.header is None else dialect.header
         )
         self.num_columns = len(fields)
         generated = [str(index) for index in range(len(fields))]
@@ -162,7 +168,12 @@ class CsvReader:
                 f"{self.path} has two columns {twice!r}", hint="give every column its own name"
             )
 
-    def _is_header(self, first: list[str], known: Callable[[list[str]], bool]) -> bool:
+    def _is_header(
+        self,
+        first: list[str],
+        known: Callable[[list[str]], bool],
+        enough: Callable[[list[str], list[bool]], bool],
+    ) -> bool:
         """Return whether a first line names the columns; no guess that could lose a row."""
         if not first:
             return False
@@ -171,11 +182,11 @@ class CsvReader:
         again = any(not words.isdisjoint(map(_bare, column)) for column in self._columns)
         if known(names) and words and not again:
             return True
-        above = any(map(_stands_out, names, self._columns))
+        above = list(map(_stands_out, names, self._columns))
         with_number = any(map(is_number, names))
-        if above and not again and not with_number:
+        if not with_number and not again and enough(names, above):
             return True
-        if with_number and not above and not known(names):
+        if with_number and not any(above) and not known(names):
             return False
         raise DataError(
             f"cannot tell whether the first line of {self.path} names the columns: "

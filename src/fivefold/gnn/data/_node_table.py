@@ -61,7 +61,12 @@ class NodeTable:
     def __init__(self, path: Path, columns: TableColumns) -> None:
         self.columns, self.reading = columns, Reading(path.name)
         self._named_twice = set[str]()  # columns of labels that name each node by itself
-        self.table = table = open_table(path, columns, lambda names: self._known(names, columns))
+        self.table = table = open_table(
+            path,
+            columns,
+            lambda names: self._known(names, columns),
+            lambda _, above: all(above) or sum(above) > 1,
+        )
         self.types = dict(zip(table.names, table.types, strict=True))
         for name in (columns.node, columns.label, columns.split, *(columns.features or ())):
             check_column(table, name)

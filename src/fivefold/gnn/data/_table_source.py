@@ -373,7 +373,12 @@ def open_edges(path: Path, columns: TableColumns) -> TableReader:
         given = bool(chosen) and chosen <= set(names)
         return given or _usual_ends(names) is not None
 
-    return open_table(path, columns, known)
+    def enough(names: list[str], above: list[bool]) -> bool:
+        ends = [i for i, name in enumerate(names) if name in chosen] or [0, 1]
+        told = all(above[end] or not names[end] for end in ends[: len(names)])
+        return len(names) > 1 and told and any(above)
+
+    return open_table(path, columns, known, enough)
 
 
 def _check_zeros(table: TableReader, columns: list[str]) -> None:

@@ -24,15 +24,16 @@ def open_table(
     path: str | Path,
     columns: TableColumns | None = None,
     known: Callable[[list[str]], bool] = lambda _: False,
+    enough: Callable[[list[str], list[bool]], bool] = lambda _, above: all(above),
 ) -> TableReader:
     """Open a table by its name: ``.parquet``, or else CSV, also ``.gz``, ``.bz2``, ``.zst``.
 
-    ``known`` says whether a line of names names all columns that are needed.
+    ``known`` and ``enough`` say what a line of names is, as for ``CsvReader``.
     """
     path = existing(path)
     if path.suffix in {".parquet", ".pq"}:
         return ParquetReader(path)
-    return CsvReader(path, Dialect() if columns is None else columns.dialect, known)
+    return CsvReader(path, Dialect() if columns is None else columns.dialect, known, enough)
 
 
 class CsvRows:
