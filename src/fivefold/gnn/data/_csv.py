@@ -9,6 +9,7 @@ import codecs
 import csv as plain_csv
 import gzip
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ except ImportError as _error:  # pragma: no cover - the development environment 
     raise UnsupportedError(_message, hint="pip install 'fivefold[gnn]'") from _error
 
 _BLOCK_BYTES = 4 << 20
+_IN_CACHE = 1 << 18
 _PEEK_BYTES = 1 << 20  # holds a line of many columns
 _PEEK_LINES = 1000
 _COMMENTS = ("#", "%")
@@ -78,11 +80,13 @@ class CsvReader:
         if dialect.comment is not None:
             self._marks = () if dialect.comment == NONE else (dialect.comment,)
         lines = self._first_lines()
-        table = (n for n, line in enumerate(lines) if line.strip() and line[0] not in self._marks)
-        self._skip = next(table, len(lines))
-        first, *rest = [*lines[self._skip :], ""]
+        head = list(itertools.takewhile(self._is_before, map(_decoded, lines)))
+        self._skip = len(head)
+        first = _decoded(lines[self._skip]) if len(head) < len(lines) else ""
+        rest = lines[self._skip + 1 :]
         self.delimiter = _delimiter_of(first, path)
-        below = [line for line in rest if line.strip()][:_PEEK_LINES]
+        filled = (line for line in map(_decoded, rest) if line.strip())
+        below = list(itertools.islice(filled, _PEEK_LINES))
         self.quoted = dialect.quote not in {None, NONE} or (
             dialect.quote is None and any(map(self._has_quote, [first, *below]))
         )
@@ -98,7 +102,7 @@ class CsvReader:
         generated = [str(index) for index in range(len(fields))]
         self.names = [name.strip() for name in fields] if self.has_header else generated
         self._check_names()
-        self._check_comments(lines[: self._skip], fields)
+        self._check_comments(head, fields)
         self._types: list[Any] | None = None
 
     @property
@@ -136,7 +140,11 @@ class CsvReader:
             self._first = found
         return found
 
-    def _first_lines(self) -> list[str]:
+    def _is_before(self, line: str) -> bool:
+        """Return whether a line at the head is blank or a comment."""
+        return not line.strip() or line[0] in self._marks
+
+    def _first_lines(self) -> list[bytes]:
         try:
             with pa.input_stream(str(self.path)) as stream:
                 head: bytes = stream.read(_PEEK_BYTES)
@@ -157,7 +165,7 @@ class CsvReader:
             )
         self.ends_in_cr = b"\n" not in head  # as on old machines
         # Lines as Arrow has them: text may end one at a form feed, too.
-        lines = [line.decode("utf-8-sig", "replace") for line in head.splitlines()]
+        lines = head.splitlines()
         return lines[:-1] if len(head) == _PEEK_BYTES and len(lines) > 1 else lines
 
     def _check_names(self) -> None:
@@ -338,7 +346,8 @@ class _Lines(io.RawIOBase):
         return b""
 
     def _cleaned(self, text: bytes) -> bytes:
-        if self._table.dialect.quote is None and text.count(b"\r") != text.count(b"\r\n"):
+        some = b"\r" in text and self._table.dialect.quote is None
+        if some and text.count(b"\r") != text.count(b"\r\n"):
             text = re.sub(rb"\r(?!\n)", b"\n", text)  # some lines end so
         while self._to_skip and text:
             end = text.find(b"\n") + 1 or len(text)
@@ -384,17 +393,21 @@ class ZeroFinder:
 
     def __call__(self, text: Array) -> None:
         """Look at the bytes of whole lines."""
-        places = np.flatnonzero(text == ord("0"))
-        if self.found or not places.size:
+        if self.found:
             return
-        line = np.concatenate([[10], text, [10]])  # the byte at a place is at place + 1
-        begins = np.isin(line[places], np.frombuffer(b'\r\n -"', np.uint8))
-        begins |= line[places] == self._delimiter
-        places = places[begins & np.isin(line[places + 2], np.frombuffer(b"0123456789", np.uint8))]
+        parts = [np.flatnonzero(text[:1] == ord("0"))]
+        for first in range(0, len(text) - 2, _IN_CACHE):  # temporaries of a whole block are slow
+            digits = text[first : first + _IN_CACHE + 2] - np.uint8(ord("0"))  # 0 to 9 are digits
+            marks = (digits[1:-1] == 0) & (digits[2:] < 10) & (digits[:-2] > 9)
+            if marks.any():
+                parts.append(np.flatnonzero(marks) + first + 1)
+        places = np.concatenate(parts)
+        after = text[np.minimum(places + 1, len(text) - 1)] - np.uint8(ord("0"))
+        places = places[(text[places - 1] != ord(".")) & (after < 10)]
         if not places.size:
             return
         signs = np.flatnonzero(text == self._delimiter)
-        ends = np.flatnonzero(text == 10)
+        ends = np.flatnonzero(text == ord("\n"))
         starts = np.concatenate([[-1], ends])[np.searchsorted(ends, places)]
         column = np.searchsorted(signs, places) - np.searchsorted(signs, starts)
         self.found = bool(np.isin(column, self._columns).any())
@@ -410,6 +423,10 @@ def _delimiter_of(line: str, path: Path) -> str:
             hint="put quotes around fields that hold one of them, or divide columns by tabs",
         )
     return found[0] if found else ","
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode("utf-8-sig", "replace")
 
 
 def _stands_out(name: str, column: list[str]) -> bool:
