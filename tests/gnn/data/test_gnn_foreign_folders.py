@@ -4,6 +4,7 @@ import gzip
 
 import numpy as np
 import pytest
+import torch
 
 from fivefold.errors import DataError
 from fivefold.gnn.data import SourceOptions, find_source, ingest
@@ -166,6 +167,75 @@ def test_papers_of_igb(tmp_path):
     labels = chosen / "processed/paper/node_label_2K.npy"
     source, _ = find_source(chosen, SourceOptions(arrays={"labels": labels}))
     assert {note.name for note in source.reading.left_out} == {"processed/paper/node_label_19.npy"}
+
+
+WRITES, CITES = np.array([[0, 2, 1], [4, 0, 1]]), np.array([[0, 1], [1, 2]])
+OF_PAPERS, OF_WRITES = np.arange(10, dtype=np.float32).reshape(5, 2), np.ones((3, 2), np.float32)
+
+
+def lines(array):
+    return "".join(",".join(map(str, np.atleast_1d(row))) + "\n" for row in array.tolist())
+
+
+def as_tables(folder):
+    """As ogbn-mag lies."""
+    places = {"author___writes___paper": WRITES, "paper___cites___paper": CITES}
+    files = {"raw/num-node-dict.csv.gz": "author,paper\n3,5\n"}
+    for kind, ends in places.items():
+        files[f"raw/relations/{kind}/edge.csv.gz"] = lines(ends.T)
+        files[f"raw/relations/{kind}/num-edge-list.csv.gz"] = f"{ends.shape[1]}\n"
+    files["raw/relations/author___writes___paper/edge-feat.csv.gz"] = lines(OF_WRITES)
+    files["raw/relations/paper___cites___paper/edge_reltype.csv.gz"] = "0\n0\n"
+    files["raw/node-feat/paper/node-feat.csv.gz"] = lines(OF_PAPERS)
+    files["raw/node-feat/paper/node_year.csv.gz"] = lines(np.arange(5))
+    files["raw/node-label/paper/node-label.csv.gz"] = "0\n1\n2\n0\nnan\n"
+    for split, ids in (("train", [0, 1]), ("valid", [2]), ("test", [3, 4])):
+        files[f"split/time/paper/{split}.csv.gz"] = lines(np.array(ids))
+    write(folder, files)
+    return {"raw/node-feat/paper/node_year.csv.gz"}
+
+
+def as_archives(folder):
+    """As the writer of the benchmark makes them."""
+    (folder / "raw").mkdir(parents=True)
+    (folder / "split/time").mkdir(parents=True)
+    archives = {
+        "num_nodes_dict": {"author": np.array([3]), "paper": np.array([5])},
+        "num_edges_dict": {"author___writes___paper": np.array([3])},
+        "edge_index_dict": {"author___writes___paper": WRITES, "paper___cites___paper": CITES},
+        "node_feat_dict": {"paper": OF_PAPERS},
+        "edge_feat_dict": {"author___writes___paper": OF_WRITES},
+        "node-label": {"paper": np.array([[0], [1], [2], [0], [np.nan]])},
+        "node_year": {"paper": np.arange(5)[:, None]},
+    }
+    for name, arrays in archives.items():
+        np.savez_compressed(folder / "raw" / f"{name}.npz", **arrays)
+    splits = {"train": [0, 1], "valid": [2], "test": [3, 4]}
+    by_type = {split: {"paper": np.array(ids)} for split, ids in splits.items()}
+    torch.save(by_type, folder / "split/time/split_dict.pt")
+    return {"raw/node_year.npz"}
+
+
+@pytest.mark.parametrize("make", [as_tables, as_archives])
+@pytest.mark.parametrize("leave_out", [(), ("edge_feat",)])
+def test_types_of_ogb(tmp_path, make, leave_out):
+    unread = make(tmp_path / "in")
+    source, both = find_source(tmp_path / "in", SourceOptions(leave_out=leave_out))
+    assert not both
+    assert unread <= {note.name for note in source.reading.left_out}
+    writes, cites = ("author", "writes", "paper"), ("paper", "cites", "paper")
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.num_nodes == {"author": 3, "paper": 5}
+        assert dataset.labels("paper").tolist() == [0, 1, 2, 0, -1]
+        splits = [dataset.split("paper", name).tolist() for name in ("train", "valid", "test")]
+        assert splits == [[0, 1], [2], [3, 4]]
+        np.testing.assert_array_equal(dataset.features("paper").read("x"), OF_PAPERS)
+        assert (dataset.edge_features(writes) is None) == bool(leave_out)
+        for kind, ends in ((writes, WRITES), (cites, CITES)):
+            graph = dataset.graph(kind)
+            targets = np.repeat(np.arange(5), np.diff(graph.read("indptr")))
+            found = np.stack([graph.read("indices"), targets])
+            assert found[:, np.argsort(graph.read("edge_ids"))].tolist() == ends.tolist()
 
 
 OGB = {

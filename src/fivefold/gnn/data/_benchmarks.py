@@ -73,11 +73,6 @@ def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> ArrayS
         rows, counts = _binary_rows(raw)
     elif (raw / "edge.csv.gz").is_file():
         rows, counts = _csv_rows(raw)
-    elif (raw / "relations").is_dir():
-        raise DataError(
-            f"{folder} has several node types",
-            hint="load it with torch_geometric.datasets.OGB_MAG, and ingest pyg_source(data)",
-        )
     else:
         raise DataError(
             f"{folder} holds neither raw/data.npz nor raw/edge.csv.gz",

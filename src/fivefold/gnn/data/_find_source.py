@@ -15,6 +15,7 @@ from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.gnn.data._benchmarks import is_papers, ogb_adds_reverse, ogb_source, papers_source
 from fivefold.gnn.data._dataset import HeteroSource
 from fivefold.gnn.data._dgl import dgl_source, is_dgl
+from fivefold.gnn.data._ogb_types import has_types, typed_ogb_source
 from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._table_source import TableSource, open_edges, table_source
 from fivefold.gnn.data._tables import TableColumns
@@ -100,8 +101,7 @@ def find_source(
     require_one_of(kind, _FITTING, f"source kind {kind!r}")
     _check_options(kind, options)
     if kind == "ogb":
-        found = ogb_source(path, leave_out=options.leave_out)
-        return found, ogb_adds_reverse(path, found.reading)
+        return _ogb_at(path, options.leave_out)
     if kind in {"mag240m", "igb"}:
         return papers_source(path, options.arrays.get("labels"), options.splits), False
     if kind == "dgl":
@@ -112,6 +112,13 @@ def find_source(
         return _npy_source(path, options), False
     table = _with_arrays(path, options)
     return table, isinstance(table, TableSource) and table.wants_reverse
+
+
+def _ogb_at(path: Path, leave_out: Collection[str]) -> tuple[Source | HeteroSource, bool]:
+    if has_types(path):
+        return typed_ogb_source(path, leave_out), False
+    found = ogb_source(path, leave_out=leave_out)
+    return found, ogb_adds_reverse(path, found.reading)
 
 
 _FITTING = {  # what may be said about a source of each kind
