@@ -60,8 +60,8 @@ ColumnOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ROLE=NAME",
-        help="A column of a table: source, target, weight; node, label, split, or features "
-        "(names with commas between). May be repeated.",
+        help="A column of a table: source, target, weight or edge (whatever else edges carry); "
+        "node, label, split or features. Of edge and features names with commas between.",
     ),
 ]
 NodesOption = Annotated[
@@ -213,10 +213,10 @@ def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> d
 
 
 def _columns(values: list[str] | None, *, header: str | None, **text: Any) -> TableColumns:
-    roles = ("source", "target", "weight", "node", "label", "split", "features")
+    roles = ("source", "target", "weight", "edge", "node", "label", "split", "features")
     pairs: dict[str, Any] = dict(_pairs(values, "column", roles))
-    if "features" in pairs:
-        pairs["features"] = pairs["features"].split(",")
+    for role in {"edge", "features"} & {*pairs}:
+        pairs[role] = pairs[role].split(",")
     if header not in {None, "yes", "no"}:
         raise ArgumentError(f"--header got {header!r}", hint="say yes or no")
     names = None if header is None else header == "yes"

@@ -355,7 +355,7 @@ def test_a_packed_twin_of_the_node_table_is_no_edge_table(tmp_path):
 
 def test_one_column_has_one_role(tmp_path):
     (tmp_path / "e.csv").write_text("src,dst,w\n0,1,2\n")
-    with pytest.raises(DataError, match="is an end of the edges, and their weight"):
+    with pytest.raises(DataError, match="was given two roles"):
         table_source([tmp_path / "e.csv"], columns=TableColumns(weight="src"))
     with pytest.raises(ConfigurationError, match="given twice"):
         table_source([tmp_path / "e.csv", tmp_path / "e.csv"])

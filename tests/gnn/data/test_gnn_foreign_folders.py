@@ -260,7 +260,9 @@ def test_directions_of_ogb(tmp_path, more, both, name):
     assert {"mapping/", "RELEASE_v1.txt"} <= {note.name for note in source.reading.left_out}
     assert wants_reverse == both
     assert not source.reading.missing(["direction", *(place[4:] for place in OGB)])
-    unread = {place[4:] for place in more if "year" in place}
-    assert unread <= {note.name for note in source.reading.left_out}
+    years = {place[4:] for place in more if "year" in place}
+    assert years <= {note.name for note in source.reading.read}
     with ingest(source, tmp_path / "out") as dataset:
         assert dataset.weighted == ("raw/edge_weight.csv.gz" in more)
+        parts = {*dataset.part_names("node"), *dataset.part_names("edge")}
+        assert parts == {year.partition(".")[0] for year in years}

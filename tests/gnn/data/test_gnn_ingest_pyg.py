@@ -194,3 +194,12 @@ def test_a_folder_keeps_the_types_that_it_has(tmp_path, hetero):
     with pytest.raises(DataError, match="cannot be reversed"):
         ingest(pyg_source(hetero), tmp_path / "new", rules=rules)
     assert not (tmp_path / "new").exists()
+
+
+def test_reading_notes_nothing_in_a_graph():
+    """PyG notes whose attributes are whose, and a graph with such notes cannot be saved safely."""
+    data = Data(x=torch.zeros(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]]))
+    data.edge_time = torch.tensor([5, 7])
+    before = {name for store in data.stores for name in vars(store)}
+    assert "edge_time" in pyg_source(data).edge_parts()
+    assert {name for store in data.stores for name in vars(store)} == before

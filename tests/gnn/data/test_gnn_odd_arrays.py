@@ -8,7 +8,6 @@ import torch
 
 from fivefold.errors import DataError
 from fivefold.gnn.data import SourceOptions, array_source, find_source, ingest, pyg_source
-from fivefold.gnn.data._benchmarks import ogb_source
 from fivefold.gnn.data._pyg import load_plain
 
 with warnings.catch_warnings():  # of deprecations in torch, on import
@@ -141,9 +140,3 @@ def test_arrays_without_elements_in_a_pickle(tmp_path):
     torch.save({"a": warnings.catch_warnings}, tmp_path / "class.pt")
     with pytest.raises(DataError, match=r"it refers to warnings\.catch_warnings"):
         load_plain(tmp_path / "class.pt")
-
-
-def test_ogb_of_several_types_says_how(tmp_path):
-    (tmp_path / "raw" / "relations").mkdir(parents=True)
-    with pytest.raises(DataError, match="OGB_MAG"):
-        ogb_source(tmp_path)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data._pyg import load_plain
@@ -88,12 +89,21 @@ def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> ArrayS
         label_rows=rows.get("node-label"),
         edge_feature_rows=None if "edge_feat" in leave_out else rows.get("edge-feat"),
         weight_rows=None if "edge_weight" in leave_out else rows.get("edge_weight"),
+        node_part_rows=_named(rows, "node_", leave_out),
+        edge_part_rows=_named(rows, "edge_", {*leave_out, "edge_weight"}),
         split_rows=_read_splits(folder) if "node-label" in rows else {},
         given_nodes=counts[0],
         kind="ogb",
     )
     source.reading = _ogb_reading(folder, rows, leave_out)
     return source
+
+
+def _named(rows: Mapping[str, Rows], start: str, leave_out: Collection[str]) -> dict[str, Rows]:
+    """Return what the benchmark calls additional files, such as node_year."""
+    return {
+        key: part for key, part in rows.items() if key.startswith(start) and key not in leave_out
+    }
 
 
 def _ogb_reading(folder: Path, rows: Mapping[str, Rows], leave_out: Collection[str]) -> Reading:
@@ -103,7 +113,7 @@ def _ogb_reading(folder: Path, rows: Mapping[str, Rows], leave_out: Collection[s
         name = path.name.partition(".")[0]
         if path.suffix == ".npz":
             for member in sorted(npz_members(path)):
-                known = member in {*_BINARY.values(), "node_label", "num_nodes_list"}
+                known = member in {*_BINARY.values(), *rows, "node_label", "num_nodes_list"}
                 if known and member not in leave_out:
                     reading.take(f"{path.name}: {member}")
                 elif member == "num_edges_list":
@@ -111,11 +121,11 @@ def _ogb_reading(folder: Path, rows: Mapping[str, Rows], leave_out: Collection[s
                 else:
                     reading.leave_out(f"{path.name}: {member}", _NOT_STORED)
         elif (
-            name in _OGB_PARTS
+            (name in _OGB_PARTS or name.startswith(("node_", "edge_")))
             and (name in rows or name.startswith("num-"))
             and (name.replace("-", "_") not in leave_out)
         ):
-            reading.take(path.name, _OGB_PARTS[name])
+            reading.take(path.name, _OGB_PARTS.get(name, "a part of its own name"))
         else:
             reading.leave_out(path.name, _NOT_STORED)
     for path in sorted((folder / "split").glob("*")):
@@ -143,6 +153,9 @@ def _binary_rows(raw: Path) -> tuple[dict[str, Rows], list[int]]:
     rows: dict[str, Rows] = {
         role: FileRows(data, name) for role, name in _BINARY.items() if name in members
     }
+    for name in members:
+        if name.startswith(("node_", "edge_")) and name not in _BINARY.values():
+            rows[name] = FileRows(data, name)
     if label_file.is_file():
         rows["node-label"] = FileRows(label_file, "node_label")
     counts = FileRows(data, "num_nodes_list").blocks(0, 2)
@@ -165,6 +178,12 @@ def _csv_rows(raw: Path) -> tuple[dict[str, Rows], list[int]]:
         for role, (dtype, counts) in kinds.items()
         if paths[role].is_file()
     }
+    for path in sorted(raw.glob("*_*.csv.gz")):
+        name = path.name.partition(".")[0]
+        if name not in rows and name.startswith(("node_", "edge_")):
+            whole = all(map(pa.types.is_integer, CsvRows(path, np.int64).table.types))
+            count = int((nodes if name.startswith("node_") else edges).sum())
+            rows[name] = CsvRows(path, np.int64 if whole else np.float64, count)
     return rows, nodes.tolist()
 
 

@@ -23,16 +23,24 @@ from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
 from fivefold.gnn.storage.files import Closing, closed_error
-from fivefold.gnn.storage.pages import Ids
+from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.reading import Reading
 
 GRAPH_FILE = "graph.fvf"
 FEATURES_FILE = "features.fvf"
 LABELS_FILE = "labels.fvf"
 EDGE_FEATURES_FILE = "edge_features.fvf"
+EDGE_PARTS_FILE = "edge_parts.fvf"
+NODE_PARTS_FILE = "node_parts.fvf"
 HETERO_FILE = "dataset.json"
 NAMES_FILE = "names.parquet"
-BESIDE_GRAPH = {FEATURES_FILE: "features", LABELS_FILE: "labels", EDGE_FEATURES_FILE: "features"}
+BESIDE_GRAPH = {
+    FEATURES_FILE: "features",
+    LABELS_FILE: "labels",
+    EDGE_FEATURES_FILE: "features",
+    NODE_PARTS_FILE: "parts",
+    EDGE_PARTS_FILE: "parts",
+}
 
 
 class _Files(Closing):
@@ -269,14 +277,38 @@ class Dataset(_Files):
     def fingerprint(self) -> str:
         """Return a hash of all files' fingerprints: other contents, other fingerprint."""
         files = [self._named.get(name, "-") for name in (GRAPH_FILE, FEATURES_FILE, LABELS_FILE)]
-        if EDGE_FEATURES_FILE in self._named:  # of data sets without them nothing has changed
-            files.append(self._named[EDGE_FEATURES_FILE])
-        return _digest(files)
+        more = (EDGE_FEATURES_FILE, NODE_PARTS_FILE, EDGE_PARTS_FILE)
+        # Of data sets without them nothing has changed.
+        return _digest([*files, *(self._named[name] for name in more if name in self._named)])
 
     @property
     def edge_features(self) -> Container | None:
         """Return the container with the edges' rows ``x`` [E, F]; None where they have none."""
         return self._container(EDGE_FEATURES_FILE) if EDGE_FEATURES_FILE in self._named else None
+
+    def part_names(self, of: str) -> list[str]:
+        """Return what nodes or edges (``of``) carry by names of their own, such as times."""
+        file = f"{of}_parts.fvf"
+        return list(self._container(file).sections) if file in self._named else []
+
+    def part(self, of: str, name: str) -> Array:
+        """Return what each node or each edge of the source carries under a name.
+
+        Args:
+            of: "node", in the order of ids, or "edge", in the order of the source (``e_id``).
+            name: One of ``part_names``.
+
+        Raises:
+            DataError: There is no such part.
+        """
+        names = self.part_names(of)
+        if name not in names:
+            raise DataError(
+                f"the {of}s of {self.folder} have no part {name!r}",
+                hint=f"they have {', '.join(names) or 'none'}",
+            )
+        rows = self._container(f"{of}_parts.fvf").read(name)
+        return rows[:, 0] if rows.shape[1] == 1 else rows
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -189,18 +190,36 @@ def _npy_source(path: Path, options: SourceOptions) -> Source:
                     found.setdefault(role, array)
     if "edge_index" not in arrays:
         raise DataError(f"{path} holds no array edge_index", hint="name the file of edges itself")
-    source = _arrays(arrays, splits, path, options)
-    _tell_arrays(source.reading, path, {**arrays, **splits}, options.leave_out)
+    parts = _other_parts(path, options.leave_out)
+    source = _arrays(arrays, splits, path, options, parts)
+    used = [*arrays.items(), *splits.items()]
+    used += [(f"{of}s carry it", rows) for of, found in parts.items() for rows in found.values()]
+    _tell_arrays(source.reading, path, used, options.leave_out)
     return source
 
 
+def _other_parts(path: Path, left_out: Collection[str]) -> dict[str, dict[str, Rows]]:
+    """Return what nodes and edges carry by names of their own: node_year, edge_time, ..."""
+    names = sorted(file.stem for file in path.glob("*.npy")) if path.is_dir() else []
+    if path.suffix == ".npz":
+        names = npz_members(path)
+    roles = {name for known in (*_NPY_NAMES.values(), *_NPY_SPLITS.values()) for name in known}
+    found: dict[str, dict[str, Rows]] = {"node": {}, "edge": {}}
+    for name in names:
+        of = name.partition("_")[0]
+        if of in found and "_" in name and name not in {*roles, *left_out}:
+            rows = FileRows(path / f"{name}.npy") if path.is_dir() else FileRows(path, name)
+            found[of][name] = rows
+    return found
+
+
 def _tell_arrays(
-    reading: Reading, path: Path, used: Mapping[str, Any], left_out: Collection[str]
+    reading: Reading, path: Path, used: list[tuple[str, Any]], left_out: Collection[str]
 ) -> None:
     """Say of every array given, and of every file or member beside them, what became of it."""
     taken = set()
-    for role, rows in used.items():
-        place = Path(rows.place.rpartition(":")[2]) if isinstance(rows, FileRows) else Path(rows)
+    for role, rows in used:
+        place = Path(rows) if not isinstance(rows, FileRows) else Path(rows.member or rows.path)
         taken.add(place.name)
         if place.name not in reading.names():
             reading.take(place.name, role)
@@ -215,7 +234,11 @@ def _tell_arrays(
 
 
 def _arrays(
-    arrays: dict[str, Any], splits: Mapping[str, Any], path: Path, options: SourceOptions
+    arrays: dict[str, Any],
+    splits: Mapping[str, Any],
+    path: Path,
+    options: SourceOptions,
+    parts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> ArraySource:
     one_each: Any = {name: one_split(as_rows(rows), options.split) for name, rows in splits.items()}
     return array_source(
@@ -225,6 +248,8 @@ def _arrays(
         weights=arrays.get("weights"),
         edge_features=arrays.get("edge_features"),
         splits=one_each,
+        node_parts=parts.get("node"),
+        edge_parts=parts.get("edge"),
         num_nodes=options.num_nodes,
         name=path.stem,
     )
@@ -340,6 +365,7 @@ def _with_arrays(path: Path, options: SourceOptions) -> Source:
             hint="put features and labels into the node table; arrays go with ids 0, 1, 2, ...",
         )
     arrays.name, arrays.edge_part = table.name, table.edges()
+    arrays.parts_of["edge"] = table.edge_parts()
     arrays.recipe = {**table.recipe, "arrays": dict(arrays.recipe)}
     return arrays
 

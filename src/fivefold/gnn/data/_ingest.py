@@ -23,12 +23,14 @@ from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data._dataset import (
     BESIDE_GRAPH,
     EDGE_FEATURES_FILE,
+    EDGE_PARTS_FILE,
     FEATURES_FILE,
     GRAPH_FILE,
     HETERO_FILE,
     HETERO_VERSION,
     LABELS_FILE,
     NAMES_FILE,
+    NODE_PARTS_FILE,
     Dataset,
     HeteroDataset,
     HeteroSource,
@@ -42,7 +44,8 @@ from fivefold.units import format_bytes
 
 _LEAST_MEMORY_BYTES = 16_000_000
 _MOST_CLASSES = 1 << 24
-_FILES = (LABELS_FILE, FEATURES_FILE, EDGE_FEATURES_FILE, GRAPH_FILE)
+_PARTS = {NODE_PARTS_FILE: "node_parts", EDGE_PARTS_FILE: "edge_parts"}
+_FILES = (LABELS_FILE, FEATURES_FILE, EDGE_FEATURES_FILE, *_PARTS, GRAPH_FILE)
 _MARK_EVERY_BYTES = 256 << 20  # a mark syncs the file: seldom enough to cost nothing
 
 
@@ -85,6 +88,8 @@ def write_parts(
         elif name == FEATURES_FILE:
             count = int(attributes["num_nodes"])
             _write_features(path, part, "nodes", count, attributes=attributes, **run)
+        elif name in _PARTS:
+            _write_named(path, part, attributes, memory_bytes)
         elif name == EDGE_FEATURES_FILE:
             _write_features(path, part, "edges", part.num_rows, attributes=attributes, **run)
         else:
@@ -232,6 +237,21 @@ def _write_features(
         writer.commit().close()
 
 
+def _write_named(
+    path: Path, parts: Mapping[str, FeaturePart], attributes: Mapping[str, Any], memory_bytes: int
+) -> None:
+    """Write what nodes or edges carry by names of their own, in one go, without resuming."""
+    sections = {name: (part.dtype, (None, part.dim)) for name, part in parts.items()}
+    if not sections:
+        return
+    with ContainerWriter(path, kind="parts", sections=sections, attributes=attributes) as writer:
+        for name, part in parts.items():
+            row_bytes = part.dim * part.dtype.itemsize
+            for block in part.blocks(0, max(1, min(memory_bytes // 8, 32 << 20) // row_bytes)):
+                writer.append(name, np.ascontiguousarray(block))
+        writer.commit().close()
+
+
 def _checked_blocks(
     part: FeaturePart, first_row: int, max_rows: int, *, count: int, what: str
 ) -> Iterator[Array]:
@@ -344,8 +364,9 @@ def ingest(
         FEATURES_FILE: source.features,
         GRAPH_FILE: source.edges,
     }
-    if hasattr(source, "edge_features"):
-        parts[EDGE_FEATURES_FILE] = source.edge_features
+    for name, method in {EDGE_FEATURES_FILE: "edge_features", **_PARTS}.items():
+        if hasattr(source, method):
+            parts[name] = getattr(source, method)
     write_parts(
         folder,
         {"name": source.name, "num_nodes": source.num_nodes},

@@ -6,6 +6,7 @@ arrays, plain containers and, where asked for, the classes of PyTorch Geometric 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
@@ -187,7 +188,10 @@ def pyg_source(
     if hasattr(data, "edge_types"):
         return _hetero_source(data, name, stamp, split, leave_out)
     reading = Reading(name)
-    _account(reading, data, leave_out)
+    with warnings.catch_warnings():  # that it counts nodes by the edges
+        warnings.simplefilter("ignore")
+        named = {of: _other_parts(data, of, leave_out, stamp) for of in ("node", "edge")}
+    _account(reading, data, leave_out, parts={*named["node"], *named["edge"]})
     edges, weights = _edges(data, "the graph", stamp)
     parts = _node_parts(data, stamp, split)
     attributes = None if "edge_attr" in leave_out else _rows(data, "edge_attr", stamp)
@@ -199,6 +203,8 @@ def pyg_source(
         edge_rows=edges,
         weight_rows=weights,
         edge_feature_rows=attributes,
+        node_part_rows=named["node"],
+        edge_part_rows=named["edge"],
         given_nodes=count,
         kind="pyg",
         **parts,
@@ -207,13 +213,37 @@ def pyg_source(
     return source
 
 
-def _account(reading: Reading, store: Any, allowed: Collection[str], where: str = "") -> None:
+def _other_parts(data: Any, of: str, left_out: Collection[str], stamp: Any) -> dict[str, Rows]:
+    """Return what nodes or edges carry by names of their own, as far as it is numbers."""
+    data = copy.copy(data)  # it notes whose its attributes are, which would be saved with it
+    of_this = getattr(data, f"is_{of}_attr", lambda _name: False)
+    names = data.keys() if callable(getattr(data, "keys", None)) else []
+    found: dict[str, Rows] = {}
+    for name in names:
+        if name in {*_STORED, *left_out} or not of_this(name):
+            continue
+        value = data[name]
+        real = hasattr(value, "detach") and not (value.is_complex() or value.is_sparse)
+        if real and value.ndim in {1, 2} and data.__cat_dim__(name, value) == 0:
+            found[name] = ArrayRows(
+                as_array(value, name), None if stamp is None else [*stamp, name]
+            )
+    return found
+
+
+def _account(
+    reading: Reading,
+    store: Any,
+    allowed: Collection[str],
+    where: str = "",
+    parts: Collection[str] = (),
+) -> None:
     """Say what becomes of each attribute; what is left out against nobody's word is a warning."""
     names = store.keys() if callable(getattr(store, "keys", None)) else vars(store)
     given = [name for name in names if getattr(store, name, None) is not None]
     lost = []
     for name in given:
-        place, why = f"{where}{name}", _why_not(name, given)
+        place, why = f"{where}{name}", None if name in parts else _why_not(name, given)
         if name in allowed:
             reading.leave_out(place, "--leave-out")
         elif name in _HARMLESS:

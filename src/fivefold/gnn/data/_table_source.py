@@ -152,6 +152,7 @@ class TableSource:
             "columns": [list(ends) for ends in self.ends],
             "node_columns": None if self.node_table is None else self.node_table.describe(),
             "text_ids": self.text_ids,
+            **({"edge_columns": list(columns.edge)} if columns.edge else {}),
             **({"rows": "by id"} if nodes is not None and not self.text_ids else {}),
             **({"names": "as they come"} if self.text_ids and nodes is None else {}),
             "num_nodes": num_nodes,
@@ -209,13 +210,15 @@ class TableSource:
             if name == self.direction:
                 both = "undirected" if self.wants_reverse else "directed"
                 told.take(column, f"all edges are {both}")
+            elif name in self._columns.edge:
+                told.take(column, "edges carry it by this name")
             elif role == "weight" or (role is not None and (usual or name in given)):
                 told.take(column, role)
             elif role is not None:
                 told.assume(column, role, "by its place, not by its name")
             else:
-                is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-                more = "; --column weight=NAME takes weights" if is_number else ""
+                take = f"; --column weight={name} or edge={name} takes it"
+                more = take if _is_real(kind) else ""
                 told.leave_out(column, "neither end of an edge" + more)
 
     def _tell_of_nodes(self, table: NodeTable) -> None:
@@ -355,6 +358,10 @@ class TableSource:
             if finder is not None and finder.found:
                 _check_zeros(table, columns[:2])
 
+    def edge_parts(self) -> dict[str, Any]:
+        """Return what edges carry by the names of columns."""
+        return {name: _Column(self.tables, name) for name in self._columns.edge}
+
     def features(self) -> Any:
         """Return the feature columns of the node table."""
         table = self.node_table
@@ -363,6 +370,41 @@ class TableSource:
     def labels(self) -> LabelPart | None:
         """Return the label and split columns of the node table."""
         return None if self.node_table is None else self.node_table.labels()
+
+
+class _Column:
+    """A column of numbers of the edge tables, a row for each edge in their order."""
+
+    dim = 1
+
+    def __init__(self, tables: list[TableReader], name: str) -> None:
+        self._tables, self._name = tables, name
+        kinds = [table.types[table.names.index(name)] for table in tables]
+        if not all(map(_is_real, kinds)):
+            raise DataError(
+                f"column {name!r} of {tables[0].path} is of type {kinds[0]}",
+                hint="edges carry numbers: leave it out, or number its values",
+            )
+        whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds)
+        self.dtype = np.dtype(np.int64 if whole else np.float64)
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
+        """Yield rows from ``first_row`` on."""
+        for part, _ in rest_of(self._batches(), first_row, max_rows):
+            yield part.column(0).to_numpy(zero_copy_only=False).astype(self.dtype)[:, None]
+
+    def _batches(self) -> Iterator[Any]:
+        for table in self._tables:
+            kind = table.types[table.names.index(self._name)]
+            kind = kind if pa.types.is_boolean(kind) else pa.from_numpy_dtype(self.dtype)
+            for batch in table.batches([self._name], [kind]):
+                check_whole(batch, table.path)
+                yield batch
+
+
+def _is_real(kind: Any) -> bool:
+    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return any(is_kind(kind) for is_kind in kinds)
 
 
 def open_edges(path: Path, columns: TableColumns) -> TableReader:
@@ -416,33 +458,45 @@ def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, 
         raise DataError(
             f"{table.path} has {len(table.names)} columns", hint="an edge table has at least two"
         )
-    for name in (columns.source, columns.target, columns.weight):
+    for name in (columns.source, columns.target, columns.weight, *columns.edge):
         check_column(table, name)
     usual = _usual_ends(table.names)
     source, target = columns.source, columns.target
     if source is None and target is None and usual is not None:
         source, target = usual
     if source is None or target is None:
-        if usual is None and source is None and target is None:
-            _check_first(table)
-        rest = [name for name in table.names if name not in (source, target, columns.weight)]
-        if usual is not None:
-            rest.sort(key=lambda name: name not in usual)
-        source = source or next(iter(rest), None)
-        target = target or next((name for name in rest if name != source), None)
+        source, target = _by_place(table, columns, usual)
     if source is None or target is None or source == target:
         raise DataError(
             f"source and target of {table.path} are both column {source!r}",
             hint="name them: --column source=NAME --column target=NAME",
         )
-    if columns.weight in {source, target}:
+    taken = [source, target, *columns.edge, *([] if columns.weight is None else [columns.weight])]
+    if twice := next((name for name in taken if taken.count(name) > 1), None):
         raise DataError(
-            f"column {columns.weight!r} of {table.path} is an end of the edges, and their weight",
-            hint="name three: --column source=NAME --column target=NAME --column weight=NAME",
+            f"column {twice!r} of {table.path} was given two roles among the ends of the edges, "
+            "their weight and what else they carry",
+            hint="--column source=NAME --column target=NAME --column weight=NAME: each its own",
         )
     for end in (source, target):
         _check_one_number(table, end)
     return source, target, columns.weight
+
+
+def _by_place(
+    table: TableReader, columns: TableColumns, usual: tuple[str, str] | None
+) -> tuple[str | None, str | None]:
+    """Return the ends, of which at least one is the first column that has no other role."""
+    source, target = columns.source, columns.target
+    if usual is None and source is None and target is None:
+        _check_first(table)
+    taken = (source, target, columns.weight, *columns.edge)
+    rest = [name for name in table.names if name not in taken]
+    if usual is not None:
+        rest.sort(key=lambda name: name not in usual)
+    source = source or next(iter(rest), None)
+    target = target or next((name for name in rest if name != source), None)
+    return source, target
 
 
 def _check_one_number(table: TableReader, end: str) -> None:

@@ -115,6 +115,7 @@ class TableColumns:
         source: Of the edge tables; None: the first column.
         target: Of the edge tables; None: the second column.
         weight: Of the edge tables; None: edges have no weights.
+        edge: Further columns of numbers of the edge tables, which edges carry by these names.
         node: Id column of the node table; None: by its name (``id``, ``node_id``, ...), and rows
             are numbered where there is none.
         label: Of the node table; None: ``label``, ``y`` or ``class``, ... if there is one.
@@ -138,6 +139,7 @@ class TableColumns:
     quote: str | None = None
     comment: str | None = None
     missing: Sequence[str] = ()
+    edge: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.names is not None:

@@ -234,6 +234,8 @@ def array_source(  # noqa: PLR0913 - the parts of a graph, all by name
     weights: Array | None = None,
     edge_features: Array | None = None,
     splits: Mapping[str, Array] | None = None,
+    node_parts: Mapping[str, Array] | None = None,
+    edge_parts: Mapping[str, Array] | None = None,
     num_nodes: int | None = None,
     name: str = "graph",
 ) -> ArraySource:
@@ -248,6 +250,8 @@ def array_source(  # noqa: PLR0913 - the parts of a graph, all by name
         weights: ``[E]``, finite and not negative.
         edge_features: ``[E, F]`` or ``[E]`` of any dtype, in the order of ``edge_index``.
         splits: ``train``, ``valid`` and ``test``, each node ids or a mask of N booleans.
+        node_parts: Whatever else nodes carry, by name: numbers ``[N]`` or ``[N, K]``.
+        edge_parts: The same of edges, in the order of ``edge_index``, such as their times.
         num_nodes: Number of nodes; None: rows of the features or labels, else the largest id + 1.
         name: For people.
 
@@ -275,6 +279,8 @@ def array_source(  # noqa: PLR0913 - the parts of a graph, all by name
         weight_rows=rows(weights, "weights"),
         edge_feature_rows=rows(edge_features, "edge_features"),
         split_rows={key: as_rows(value, key) for key, value in (splits or {}).items()},
+        node_part_rows={key: as_rows(value, key) for key, value in (node_parts or {}).items()},
+        edge_part_rows={key: as_rows(value, key) for key, value in (edge_parts or {}).items()},
         given_nodes=num_nodes,
     )
 
@@ -291,6 +297,8 @@ class ArraySource:
     weight_rows: Rows | None = None
     edge_feature_rows: Rows | None = None
     split_rows: Mapping[str, Rows] = field(default_factory=dict)
+    node_part_rows: Mapping[str, Rows] = field(default_factory=dict)
+    edge_part_rows: Mapping[str, Rows] = field(default_factory=dict)
     given_nodes: int | None = None
     num_classes: int | None = None
     class_names: list[str] | None = None
@@ -318,6 +326,10 @@ class ArraySource:
                 )
         self._features = None if self.feature_rows is None else ArrayFeatures(self.feature_rows)
         self.num_nodes = self._count_nodes()
+        self.parts_of: dict[str, Mapping[str, Any]] = {
+            "node": _named_parts(self.node_part_rows, self.num_nodes, "node"),
+            "edge": _named_parts(self.edge_part_rows, count, "edge"),
+        }
         rows = {
             "edges": self.edge_rows,
             "features": self.feature_rows,
@@ -325,6 +337,8 @@ class ArraySource:
             "weights": self.weight_rows,
             "edge_features": self.edge_feature_rows,
             **self.split_rows,
+            **{f"node part {name}": part for name, part in self.node_part_rows.items()},
+            **{f"edge part {name}": part for name, part in self.edge_part_rows.items()},
         }
         stamps = {key: row.stamp for key, row in rows.items() if row is not None}
         self.recipe: Mapping[str, Any] = {
@@ -364,6 +378,14 @@ class ArraySource:
         """Return the feature rows of the edges."""
         return self._edge_features
 
+    def node_parts(self) -> Mapping[str, Any]:
+        """Return what else nodes carry, by name."""
+        return self.parts_of["node"]
+
+    def edge_parts(self) -> Mapping[str, Any]:
+        """Return what else edges carry, by name."""
+        return self.parts_of["edge"]
+
     def labels(self) -> LabelPart | None:
         """Return the labels and splits."""
         if self.label_rows is None:
@@ -378,6 +400,20 @@ class ArraySource:
         return LabelPart(
             lambda first: _label_blocks(rows, first), splits, self.num_classes, self.class_names
         )
+
+
+def _named_parts(given: Mapping[str, Rows], count: int, of: str) -> dict[str, ArrayFeatures]:
+    """Return what each node or edge carries by name; there must be a row for each."""
+    found = {}
+    for name, rows in given.items():
+        part = ArrayFeatures(rows, what=f"the {of}s' {name}")
+        if part.num_rows != count:
+            raise DataError(
+                f"{name} has {part.num_rows} rows for {count} {of}s",
+                hint=f"give one per {of}, in their order, or leave it out: --leave-out {name}",
+            )
+        found[name] = part
+    return found
 
 
 def _label_blocks(rows: Rows, first_row: int) -> Iterator[NDArray[np.int64]]:

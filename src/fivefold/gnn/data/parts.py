@@ -97,7 +97,8 @@ class LabelPart:
 class Source(Protocol):
     """A homogeneous graph somewhere else.
 
-    It may have ``edge_features()``, the feature rows of its edges in the order of the edges.
+    It may have ``edge_features()``, the feature rows of its edges in the order of the edges, and
+    ``node_parts()`` and ``edge_parts()``: whatever else nodes or edges carry, by name.
     """
 
     name: str

@@ -58,7 +58,8 @@ def describe(dataset: Dataset | HeteroDataset, progress: Progress | None = None)
             ),
             **{name: int(getattr(dataset, name).size) for name in ("train", "valid", "test")},
         }
-    return {**facts, **_files(dataset)}
+    parts = {f"{of} parts": ", ".join(dataset.part_names(of)) for of in ("node", "edge")}
+    return {**facts, **{name: names for name, names in parts.items() if names}, **_files(dataset)}
 
 
 def _files(dataset: Dataset | HeteroDataset) -> dict[str, Any]:

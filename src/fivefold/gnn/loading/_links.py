@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from fivefold.errors import ConfigurationError, require_whole
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.data.arrays import as_array
-from fivefold.gnn.loading._sampled import OnlineLoader
+from fivefold.gnn.loading._sampled import OnlineLoader, part_of
 from fivefold.gnn.loading.batch import MiniBatch
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.sampling.temporal import TemporalSampler
@@ -40,7 +40,7 @@ class LinkLoader(OnlineLoader):
             labels that begin at 0 are raised by one, as in PyG. Where the links are all edges,
             this and ``edge_label_time`` have an entry for each edge of the source: an edge that
             was stored in both directions is two links with one entry, and equal edges of which
-            one was kept are one link, with the first one's.
+            one was kept are one link, with the first one's. They may be names, as ``edge_time``.
         negatives: "binary" adds random pairs with label 0 to ``edge_label_index``; "triplet"
             gives ``src_index``, ``dst_pos_index`` and ``dst_neg_index``; None adds nothing.
         negatives_per_link: How many random pairs (or targets) for each link.
@@ -71,10 +71,10 @@ class LinkLoader(OnlineLoader):
         *,
         fanouts: Any,
         batch_size: int,
-        edge_label: ArrayLike | torch.Tensor | None = None,
+        edge_label: ArrayLike | torch.Tensor | str | None = None,
         negatives: Negatives | None = "binary",
         negatives_per_link: int = 1,
-        edge_label_time: ArrayLike | None = None,
+        edge_label_time: ArrayLike | str | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(dataset, Dataset):
@@ -84,6 +84,12 @@ class LinkLoader(OnlineLoader):
             if name in options:
                 message = f"links have {instead} in place of {name}"
                 raise ConfigurationError(message, hint="give one for each link")
+        for name, value in (("edge_label", edge_label), ("edge_label_time", edge_label_time)):
+            if isinstance(value, str) and edge_label_index is not None:
+                message = f"{name} is a name, {value!r}, but the links are not the graph's edges"
+                raise ConfigurationError(message, hint="give one for each link")
+        edge_label = part_of(dataset, "edge", edge_label)
+        edge_label_time = part_of(dataset, "edge", edge_label_time)
         if options.get("topology") is None:
             options["topology"] = dataset.topology()
         ends, entries = _checked_links(edge_label_index, dataset, options["topology"])

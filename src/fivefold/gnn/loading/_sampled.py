@@ -118,9 +118,10 @@ class OnlineLoader(BatchLoader):
             ``HeteroData``.
         prefetch: Batches that are prepared ahead.
         node_time: ``[nodes]``, when each node came into being: then only what is not later than a
-            seed is sampled, each seed has a tree of its own, and seeds may stand several times.
+            seed is sampled, each seed has a tree of its own, and seeds may stand several times. Or
+            the name under which the data set has it (``Dataset.part_names``).
         edge_time: In place of it when each edge came into being: an entry for each edge of the
-            source, in its order (``e_id``).
+            source, in its order (``e_id``), or a name.
         input_time: ``[seeds]``, the latest time that each seed may see; None: its node's.
         temporal_strategy: "uniform" draws among what is early enough, "last" takes the latest.
         options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
@@ -159,8 +160,8 @@ class OnlineLoader(BatchLoader):
         edge_ids: bool | None = None,
         form: Literal["edge_index", "blocks", "data"] = "edge_index",
         prefetch: int = 2,
-        node_time: ArrayLike | None = None,
-        edge_time: ArrayLike | None = None,
+        node_time: ArrayLike | str | None = None,
+        edge_time: ArrayLike | str | None = None,
         input_time: ArrayLike | None = None,
         temporal_strategy: TemporalStrategy = "uniform",
         **options: Unpack[LoaderOptions],
@@ -180,6 +181,10 @@ class OnlineLoader(BatchLoader):
             message = "input_time and temporal_strategy need times of nodes or edges"
             raise ConfigurationError(message, hint="give node_time or edge_time too")
         self._input_type, seeds = seeds_of(dataset, ids, distinct=not timed)
+        node_time, edge_time = (
+            part_of(dataset, "node", node_time),
+            part_of(dataset, "edge", edge_time),
+        )
         labels = labels_of(dataset, self._input_type)
         self._seeds = SeedTable(seeds, labels)
         graph = dataset.topology() if topology is None else topology
@@ -347,6 +352,13 @@ def _check_kind(dataset: object, *, plain: bool) -> None:
     if isinstance(dataset, HeteroDataset) and not plain:
         message = "times, caches, blocks and features in an array are for graphs of one type"
         raise ConfigurationError(message, hint="leave them out for a HeteroDataset")
+
+
+def part_of(dataset: Dataset | HeteroDataset, of: str, given: Any) -> Any:
+    """Return what was given of nodes or edges; by a name, what the data set has under it."""
+    if isinstance(given, str) and isinstance(dataset, Dataset):
+        return dataset.part(of, given)
+    return given
 
 
 def _sampler_of(
