@@ -184,7 +184,7 @@ def test_batches_of_pyg_have_batch_and_seed_time(dataset):
         ({"input_time": [1, 2]}, "need times of nodes or edges"),
         ({"temporal_strategy": "last"}, "need times of nodes or edges"),
         ({"node_time": [1, 2]}, r"node_time has shape \[2\]"),
-        ({"edge_time": "all"}, "edge_time has shape"),
+        ({"edge_time": [1, 2]}, "edge_time has shape"),
         ({"node_time": "fit", "edge_time": "fit"}, "only one of them"),
         ({"node_time": "fit", "input_time": [1.0, float("nan")]}, "not finite"),
         ({"node_time": "fit", "input_time": [1]}, "input_time has shape"),

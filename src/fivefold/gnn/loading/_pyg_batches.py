@@ -106,7 +106,8 @@ def open_source(
             f"form is {form!r}, but batches of a {type(data).__name__} are of its class",
             hint="ingest it, or form='data'",
         )
-    for store in copy.copy(data).stores:  # it notes whose its attributes are
+    own = copy.copy(data)  # it notes whose its attributes are
+    for store in own.stores:
         _check_attributes(store)
     folder = cache_folder() if cache is None else Path(cache)
     found = dataset_of(data, folder, weight_attr)
