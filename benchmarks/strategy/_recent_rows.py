@@ -102,7 +102,7 @@ def _cluster(name: str) -> Cluster:
         f'base = "{name}"'
     ]  # fmt: skip
     if dispatcher:
-        lines += ["[device]", "dispatches_by_node = false"]
+        lines += ["[device]", "dispatches_once = false"]
     with tempfile.TemporaryDirectory() as folder:  # the same GPU under the stack of a release
         path = Path(folder) / "cluster.toml"
         path.write_text("\n".join(lines) + "\n")

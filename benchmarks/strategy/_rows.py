@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.strategy._calibration import MeasuredRun
-from fivefold.strategy import Cluster, ModelSpec, ParallelPlan, PlanPrediction, evaluate_plan
-from fivefold.strategy.parts import LatentAttention, MixtureOfExperts
+from fivefold.strategy import (
+    Cluster,
+    ModelSpec,
+    ParallelPlan,
+    PlanPrediction,
+    evaluate_plan,
+    load_model,
+)
+from fivefold.strategy.parts import LatentAttention, LowRankAdapters, MixtureOfExperts
 from fivefold.strategy.plan import plan_problem
 
-__all__ = ["Row", "predict", "read_table", "read_vtrain"]
+__all__ = ["Row", "model_of", "predict", "read_table", "read_vtrain"]
 
 TABLES = Path(__file__).parents[2] / "tests" / "strategy" / "tables"
 _BATCHES = (1, 2, 4, 8)
@@ -34,6 +41,7 @@ class Row:
     measured_s: float
     role: str
     cluster: str
+    source: str = ""
     peers_s: dict[str, float] = field(default_factory=dict)
 
     def predicted(self, cluster: Cluster, plan: ParallelPlan) -> PlanPrediction:
@@ -63,20 +71,31 @@ def read_table(name: str, *, batches: tuple[int, ...] = _BATCHES) -> list[Row]:
     return [_row(entry, batches) for entry in document["rows"]]
 
 
-def _row(entry: dict[str, Any], batches: tuple[int, ...]) -> Row:
+def model_of(entry: dict[str, Any]) -> ModelSpec:
+    """The model of a row of a table: a known one by its name, or its sizes."""
+    if isinstance(entry["model"], str):
+        model = load_model(entry["model"], seq_len=entry["seq_len"])
+        adapters = LowRankAdapters(**entry["adapters"]) if "adapters" in entry else None
+        further = entry.get("predicted_tokens", 0)
+        return dataclasses.replace(model, adapters=adapters, predicted_tokens=further)
     shape = dict(entry["model"])
     if "experts" in shape:
         shape["experts"] = MixtureOfExperts(**shape["experts"])
     if "latent" in shape:
         shape["latent"] = LatentAttention(**shape["latent"])
-    model = ModelSpec(name=entry["case"], **shape)
+    return ModelSpec(name=entry["case"], **shape)
+
+
+def _row(entry: dict[str, Any], batches: tuple[int, ...]) -> Row:
+    model = model_of(entry)
     if "micro_batch" in entry["plan"]:
         plans = [ParallelPlan(**entry["plan"])]
     else:
         plans = _candidates(model, entry["plan"], batches)
     return Row(
         case=entry["case"], model=model, plans=tuple(plans), measured_s=entry["measured_s"],
-        role=entry["role"], cluster=entry["cluster"], peers_s=entry.get("peers_s", {}),
+        role=entry["role"], cluster=entry["cluster"], source=entry.get("source", ""),
+        peers_s=entry.get("peers_s", {}),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ Rows that ran must fit into memory, rows that ran out must not.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -22,7 +23,7 @@ from benchmarks.strategy._orders import MeasuredPlan, order_rows
 from benchmarks.strategy._recent_rows import PublicRow, read_folder
 from benchmarks.strategy._rows import TABLES, read_table
 from fivefold.strategy import error_bar, load_cluster
-from fivefold.strategy.calibrate import kinds_of
+from fivefold.strategy.calibrate import kinds_of, spread_of
 
 __all__ = ["judge_rows", "main"]
 
@@ -30,7 +31,8 @@ SEED = 2026
 RESIDUALS = Path(__file__).parents[2] / "src" / "fivefold" / "strategy" / "residuals.json"
 COMMITTED = (
     "megatron_sc21", "korthikanti", "nvidia_h100", "nvidia_gb200", "megatron_core", "maxtext_h100",
-    "torchtitan", "llmfoundry_a100", "single_points",
+    "torchtitan", "llmfoundry_a100", "llmfoundry_h100", "megatron_zero3", "zero_fsdp",
+    "megatron_bridge_2026", "single_points",
 )  # fmt: skip
 # Largest mean error in percent that is aimed at, by the beginning of a group's name.
 TARGETS = {"dense": 5.0, "small": 10.0, "MoE": 10.0, "A100": 10.0, "V100": 10.0}
@@ -160,30 +162,64 @@ def committed_refusals() -> list[BenchmarkRow]:
 
 @dataclass(frozen=True)
 class _Residual:
-    """An error, the kinds it is of, its pair of model and GPU, and which constants were fitted."""
+    """An error, the kinds it is of, its source and pair, and which constants were fitted."""
 
     kinds: tuple[str, ...]
     error: float
+    source: str
     pair: str
     fitted: tuple[str, ...] = ()
 
 
-def write_residuals(folder: Path, path: Path) -> None:
-    """Write the table of errors that error bars are read from.
+def residuals(folder: Path) -> list[_Residual]:
+    """Errors of rows for fitting of the folder, and of committed rows that nothing was fitted to.
 
-    Rows for fitting of the folder, and rows of the committed tables that nothing was fitted to.
+    A row that constants were fitted to errs less the mean of other pairs that they were fitted to.
     """
-    groups: dict[str, list[tuple[str, float]]] = {}
     every = _fitted_residuals(folder) + _committed_residuals()
+    found = []
     for one in every:
         left = _left_out(one, every)
-        if left is None:
-            continue
+        if left is not None:
+            found.append(dataclasses.replace(one, error=left))
+    return found
+
+
+def write_residuals(folder: Path, path: Path) -> None:
+    """Write the table of errors that error bars are read from."""
+    said = "ln(predicted / measured): root mean square over sources, the spread of their means, \
+and what is left between the plans of a pair of model and GPU"
+    groups = dict(sorted(_table_of(residuals(folder)).items()))
+    path.write_text(json.dumps({"errors": said, "groups": groups}, indent=1) + "\n")
+
+
+def _table_of(found: list[_Residual]) -> dict[str, dict[str, float]]:
+    groups: dict[str, list[_Residual]] = {}
+    for one in found:
         for key in one.kinds:
-            groups.setdefault(key, []).append((one.pair, left))
-    found = {key: _spread(errors) for key, errors in sorted(groups.items())}
-    said = "ln(predicted / measured), root mean square over pairs: all, and less each pair's mean"
-    path.write_text(json.dumps({"errors": said, "groups": found}, indent=1) + "\n")
+            groups.setdefault(key, []).append(one)
+    return {key: _spread(rows) for key, rows in groups.items()}
+
+
+def left_out_rows(folder: Path) -> list[BenchmarkRow]:
+    """Share of rows inside their error bars where each source in turn is left out whole."""
+    found = residuals(folder)
+    inside: dict[str, list[bool]] = {}
+    for source in sorted({one.source for one in found}):
+        table = _table_of([one for one in found if one.source != source])
+        for one in found:
+            if one.source == source:
+                fits = abs(one.error) <= spread_of(table, one.kinds)[0]
+                for name in ("all", one.kinds[-2], one.kinds[-4].split(", ")[-1]):
+                    inside.setdefault(name, []).append(fits)
+    sources = len({one.source for one in found})
+    return [
+        BenchmarkRow(case=f"{name}, {len(fits)} rows, each of {sources} sources left out whole",
+                     metric="rows inside their 90 % interval", unit="%",
+                     ours=100 * statistics.fmean(fits), target=85.0 if name == "all" else None,
+                     met=statistics.fmean(fits) >= 0.85 if name == "all" else None)
+        for name, fits in inside.items()
+    ]  # fmt: skip
 
 
 def _fitted_residuals(folder: Path) -> list[_Residual]:
@@ -197,23 +233,10 @@ def _fitted_residuals(folder: Path) -> list[_Residual]:
         stack = one.cluster.split("-")[1]
         fitted = (device.gpu, plan.dtype, stack) if one.model.experts is None else ()
         found.append(
-            _Residual(kinds_of(one.model, device, plan, time_s=one.measured_s),
-                      math.log(predicted[0] / one.measured_s),
+            _Residual(kinds_of(one.model, device, plan, time_s=predicted[0]),
+                      math.log(predicted[0] / one.measured_s), one.case.split()[0],
                       f"{one.model.hidden} {one.model.num_layers} {device.gpu}", fitted)
         )  # fmt: skip
-    return found
-
-
-def _committed_residuals() -> list[_Residual]:
-    found = []
-    for row in (row for name in COMMITTED for row in read_table(name)):
-        if row.role != "judge" or len(row.plans) > 1:
-            continue
-        cluster = load_cluster(row.cluster)
-        error = math.log(row.predicted(cluster, row.plans[0]).time_s / row.measured_s)
-        kinds = kinds_of(row.model, cluster.device, row.plans[0], time_s=row.measured_s)
-        pair = f"{row.model.hidden} {row.model.num_layers} {row.cluster}"
-        found.append(_Residual(kinds, error, pair))
     return found
 
 
@@ -225,16 +248,34 @@ def _left_out(one: _Residual, every: list[_Residual]) -> float | None:
     return one.error - statistics.fmean(others) if others else None
 
 
-def _spread(errors: list[tuple[str, float]]) -> dict[str, float]:
+def _committed_residuals() -> list[_Residual]:
+    found = []
+    for table, row in ((name, row) for name in COMMITTED for row in read_table(name)):
+        if row.role != "judge" or len(row.plans) > 1:
+            continue
+        cluster = load_cluster(row.cluster)
+        time_s = row.predicted(cluster, row.plans[0]).time_s
+        kinds = kinds_of(row.model, cluster.device, row.plans[0], time_s=time_s)
+        pair = f"{row.model.hidden} {row.model.num_layers} {row.cluster}"
+        source = row.source or (row.case if table == "single_points" else table)
+        found.append(_Residual(kinds, math.log(time_s / row.measured_s), source, pair))
+    return found
+
+
+def _spread(rows: list[_Residual]) -> dict[str, float]:
+    sources: dict[str, list[float]] = {}
     pairs: dict[str, list[float]] = {}
-    for pair, error in errors:
-        pairs.setdefault(pair, []).append(error)
+    for one in rows:
+        sources.setdefault(one.source, []).append(one.error)
+        pairs.setdefault(f"{one.source} {one.pair}", []).append(one.error)
     mean = {pair: statistics.fmean(values) for pair, values in pairs.items()}
-    freedom = max(len(errors) - len(pairs), 1)
-    between = sum((error - mean[pair]) ** 2 for pair, error in errors) / freedom
-    whole = statistics.fmean(statistics.fmean(e**2 for e in values) for values in pairs.values())
-    return {"count": len(errors), "pairs": len(pairs), "error": round(math.sqrt(whole), 4),
-            "between_plans": round(math.sqrt(between), 4)}  # fmt: skip
+    left = sum((e - mean[pair]) ** 2 for pair, errors in pairs.items() for e in errors)
+    whole = statistics.fmean(statistics.fmean(e**2 for e in errors) for errors in sources.values())
+    between = statistics.pstdev(statistics.fmean(errors) for errors in sources.values())
+    numbers = {"error": math.sqrt(whole), "between_sources": between,
+               "between_plans": math.sqrt(left / max(len(rows) - len(pairs), 1))}  # fmt: skip
+    return {"rows": len(rows), "sources": len(sources), "pairs": len(pairs),
+            **{name: round(value, 4) for name, value in numbers.items()}}  # fmt: skip
 
 
 def interval_rows(rows: list[PublicRow], half: str) -> list[BenchmarkRow]:
@@ -298,6 +339,7 @@ def judge_rows(folder: Path, *, half: str = "judge") -> list[BenchmarkRow]:
     left = len(rows) - len(found)
     lines = time_rows(found, half) + memory_rows(found, half)
     lines += interval_rows(rows, half) + anchor_rows(rows, half)
+    lines += left_out_rows(folder)
     lines += recent_orders(read_folder(folder))
     lines.append(
         BenchmarkRow(case=f"{len(rows)} rows ({half})", metric="rows that no plan expresses",

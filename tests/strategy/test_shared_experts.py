@@ -58,8 +58,32 @@ def test_a_slow_gpu_hides_the_whole_exchange():
     assert after.expert_s < 1.01 * CLUSTER.device.overlap_slowdown * before.expert_s
 
 
+def beside(plan=PLAN, **more):
+    return dataclasses.replace(plan, expert_overlap=True, **more)
+
+
+def test_another_micro_batch_hides_the_exchange_but_for_the_first_and_the_last():
+    plain, hidden = times(), times(beside())
+    micro_batches = PLAN.num_micro_batches
+    assert hidden.compute_s == pytest.approx(plain.compute_s, rel=0.02)
+    assert plain.expert_s / micro_batches < hidden.expert_s < plain.expert_s
+    one = dataclasses.replace(PLAN, global_batch=PLAN.data * PLAN.micro_batch)
+    assert times(beside(one)).expert_s == pytest.approx(times(one).expert_s)  # nothing is beside it
+
+
+def test_a_search_hides_exchanges_by_itself():
+    base = {"num_gpus": 64, "global_batch": 1024, "expert": (64,), "tensor": (1,), "pipeline": (1,)}
+    found = [
+        search_plans(MODEL, CLUSTER.device, CLUSTER.fabric, space=SearchSpace(**base, **more)).best
+        for more in ({}, {"expert_overlap": (False,)})
+    ]
+    assert found[0][0].plan.expert_overlap
+    assert found[0][0].time_s < found[1][0].time_s
+
+
 def test_a_search_takes_it_where_asked():
     base = {"num_gpus": 64, "global_batch": 256, "expert": (64,), "tensor": (1,), "pipeline": (1,)}
+    base["expert_overlap"] = (False,)
     found = [
         search_plans(MODEL, CLUSTER.device, CLUSTER.fabric, space=SearchSpace(**base, **more)).best
         for more in ({}, {"shared_overlap": (False, True)})
@@ -73,6 +97,7 @@ def test_programs_and_recipes(tmp_path):
     flags = megatron_flags(MODEL, shared())
     assert "--moe-shared-expert-overlap" in flags
     assert "--moe-shared-expert-overlap" not in megatron_flags(MODEL, PLAN)
+    assert "--overlap-moe-expert-parallel-comm" in " ".join(megatron_flags(MODEL, beside()))
     sharded = dataclasses.replace(PLAN, zero=3)
     assert "shared experts" in str(target_problem(MODEL, shared(sharded), "torchtitan"))
     path = tmp_path / "run.sh"
@@ -95,5 +120,13 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigurationError, match="hides dispatch and combine by itself"):
         ParallelPlan(global_batch=32, data=4, pipeline=2, expert=4, schedule="dualpipe",
                      shared_overlap=True)  # fmt: skip
+    for changes, problem in (
+        ({"expert": 1}, "expert_overlap needs expert > 1"),
+        ({"recompute": "full"}, "needs what full recomputation drops"),
+        ({"shared_overlap": True}, "hide the same messages"),
+        ({"pipeline": 2, "data": PLAN.data // 2, "expert": 2}, "has no forward beside a backward"),
+    ):
+        with pytest.raises(ConfigurationError, match=problem):
+            beside(**changes)
     with pytest.raises(ConfigurationError, match="needs a model with shared experts"):
         times(shared(dataclasses.replace(PLAN, expert=8)), load_model("mixtral-8x7b"))

@@ -129,6 +129,7 @@ def test_bad_input_is_explained():
         FabricSpec(name="x", tiers=(
             Tier(name="a", gpus=8, bandwidth_bytes_per_s=1.0),
             Tier(name="b", gpus=12, bandwidth_bytes_per_s=1.0),
+            Tier(name="c", gpus=24, bandwidth_bytes_per_s=1.0),
         ))  # fmt: skip
     with pytest.raises(ConfigurationError, match="bandwidth_bytes_per_s of tier 'a'"):
         Tier(name="a", gpus=8, bandwidth_bytes_per_s=0.0)

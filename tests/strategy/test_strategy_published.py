@@ -7,9 +7,9 @@ from statistics import fmean, median
 import pytest
 from benchmarks.strategy._calibration import MeasuredRun, fit_constants, with_constants
 from benchmarks.strategy._orders import MeasuredPlan, order_rows
+from benchmarks.strategy._rows import model_of
 
 from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster, load_model
-from fivefold.strategy.parts import LatentAttention, MixtureOfExperts
 from fivefold.strategy.plan import plan_problem
 
 TABLES = Path(__file__).parent / "tables"
@@ -17,13 +17,8 @@ TABLES = Path(__file__).parent / "tables"
 
 def rows_of(name, cluster=None):
     for row in json.loads((TABLES / f"{name}.json").read_text())["rows"]:
-        shape = dict(row["model"])
-        if "experts" in shape:
-            shape["experts"] = MixtureOfExperts(**shape["experts"])
-        if "latent" in shape:
-            shape["latent"] = LatentAttention(**shape["latent"])
         if cluster is None or row["cluster"] == cluster:
-            yield row, ModelSpec(name=row["case"], **shape)
+            yield row, model_of(row)
 
 
 def predicted_s(row, model):

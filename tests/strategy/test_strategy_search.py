@@ -127,7 +127,7 @@ def test_bounds_lose_nothing(model):
 def test_bounds_keep_the_best_plan_at_every_size_of_memory(model, levels):
     """With as much memory as one plan of the front takes, no other bound may rule that one out."""
     wide = SearchSpace(num_gpus=8, global_batch=32, micro_batch=(1, 4), zero=levels, virtual=(1,))
-    large = dataclasses.replace(A100.device, memory_bytes=1e15)
+    large = dataclasses.replace(A100.device, memory_bytes=1e15, spare_memory=0.0)
     front = search_plans(model, large, A100.fabric, space=wide, front=True, bounds=False).front
     assert len(front) > 2
     for one in front:
@@ -344,3 +344,35 @@ def test_the_shortest_round_that_hides_its_updates_is_chosen():
     # Where ranks wait for their updates, or none is hidden, a longer round is what helps.
     assert best(waiting, *rounds).plan.tau == rounds[-1]
     assert best(slowed, *rounds[:2]).plan.tau == 2
+
+
+def test_a_first_choice_leaves_memory_free_where_it_can():
+    found = search_plans(GPT, A100.device, A100.fabric, space=space()).best[0]
+    wanted = found.memory.total_bytes
+    for share, spare in ((1.0, False), (1 / (1 - A100.device.spare_memory) + 1e-6, True)):
+        device = dataclasses.replace(A100.device, memory_bytes=wanted * share)
+        best = search_plans(GPT, device, A100.fabric, space=space()).best[0]
+        assert (best.memory == found.memory) == spare
+        assert best.memory.total_bytes <= device.memory_bytes
+    only = space(tensor=(1,), pipeline=(1,), micro_batch=(2,), zero=(0,), recompute=("none",))
+    full = search_plans(GPT, A100.device, A100.fabric, space=only).best[0].memory.total_bytes
+    device = dataclasses.replace(A100.device, memory_bytes=1.001 * full)
+    assert search_plans(GPT, device, A100.fabric, space=only).best[0].fits
+
+
+def test_what_the_default_does_not_search_is_little():
+    """Context parallelism, tensor overlap, node-local states: within 3 % of the widest space."""
+    cluster, model = load_cluster("h100-nemo"), load_model("llama3-405b", seq_len=8192)
+    job = {"num_gpus": 512, "global_batch": 1024, "dtypes": ("fp8",)}
+    wide = {
+        "context": (1, 2, 4, 8),
+        "shards": (None, 2, 4, 8, 16),
+        "tensor_overlap": ("none", "ring", "pipe"),
+    }
+    usual, best = (
+        search_plans(model, cluster.device, cluster.fabric, space=SearchSpace(**job, **more))
+        .best[0]
+        .time_s
+        for more in ({}, wide)
+    )
+    assert best <= usual <= 1.03 * best

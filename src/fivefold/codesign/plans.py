@@ -13,7 +13,7 @@ from typing import Any, Literal
 from fivefold.collectives.pricing.phases import Algorithm
 from fivefold.errors import ConfigurationError, require_number, require_whole
 from fivefold.files import parse_json
-from fivefold.strategy.cluster import check_types
+from fivefold.strategy.tables import check_types
 from fivefold.tasks.schedule import Ordering
 from fivefold.units import format_bytes
 

@@ -43,6 +43,8 @@ class Columns:
 
     def __post_init__(self) -> None:
         t = self.table
+        if len(t):
+            self.fabric = self.fabric.packed(int(t.num_gpus[0]))
         # Multi-token prediction is a further layer, and the head once more, for each token.
         self.losses = 1 + self.model.predicted_tokens
         if self.model.predicted_tokens:

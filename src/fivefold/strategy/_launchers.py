@@ -56,10 +56,12 @@ _LIMITS: dict[str, dict[str, tuple[Any, ...]]] = {
     "train": {
         "tensor": (1,), "pipeline": (1,), "context": (1,), "zero": (0, 3), "recompute": ("none",),
         "dtypes": ("bf16", "fp32"), "offload": (False,), "schedules": ("1f1b",),
+        "expert_overlap": (False,),
     },
     "torchtitan": {
         "zero": (0, 2, 3), "tau": (1,), "dtypes": ("bf16",), "regather": (True,),
         "schedules": ("1f1b", "interleaved", "gpipe", "zb_v", "dualpipe_v"), "orders": ("tcdp",),
+        "expert_overlap": (False,), "tensor_overlap": ("none", "ring"),
     },
     "megatron": {
         "zero": (0, 1), "tau": (1,), "shards": (None,), "schedules": ("1f1b", "interleaved"),
@@ -284,6 +286,7 @@ def _megatron_plan(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
         "--overlap-param-gather": plan.data_overlap and plan.zero > 0,
         "--moe-grouped-gemm --moe-token-dispatcher-type alltoall": model.experts is not None,
         "--moe-shared-expert-overlap": plan.shared_overlap,
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute": plan.expert_overlap,
         "--use-distributed-optimizer": plan.zero > 0,
         "--optimizer-cpu-offload --use-precision-aware-optimizer": plan.offload_optimizer,
         "--recompute-granularity selective": plan.recompute == "selective",
@@ -437,6 +440,7 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
         "recomputation of some layers only": plan.recompute_layers is not None,
         "experts that the tensor group does not split": plan.expert_tensor is not None,
         "shared experts beside dispatch and combine": plan.shared_overlap,
+        "dispatch and combine beside another micro-batch": plan.expert_overlap,
         "weights and optimizer states go to host memory together or not at all, with ZeRO": any(
             moved
         )

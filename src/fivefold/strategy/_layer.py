@@ -148,6 +148,7 @@ class _Layer:
             operators,
         )
         self.device = shape.device
+        self.graphed = shape.dtype in self.device.graphed.split()
         self.times = [self._times(op) for op in operators]
         self.stored = [self._stored_bytes(op) for op in operators]
 
@@ -238,7 +239,7 @@ class _Layer:
     def _before_experts(self) -> tuple[float, float]:
         """Return forward and its host's time up to the router, whose counts the host waits for."""
         names = [op.name for op in self.operators]
-        if not self.device.dropless or "router" not in names:
+        if self.graphed or not self.device.dropless or "router" not in names:
             return 0.0, 0.0
         end = names.index("router") + 1
         return sum(one[0] for one in self.times[:end]), self._host_s(self.operators[:end])
@@ -250,6 +251,8 @@ class _Layer:
         scale comes from themselves, and of blocks with scales laid out in tiles, three kernels.
         """
         device = self.device
+        if self.graphed:
+            return 0.0
         casts = {"fp8": 1 + 2 * device.current_scaling, "mxfp8": 3, "nvfp4": 3}
         each = products + casts.get(self.shape.dtype, 0)
         return sum(
@@ -304,11 +307,11 @@ class _Layer:
             # Weight gradients add up over micro-batches: read and written at their own width.
             written = 2.0 * device.gradient_bytes
             weight_s, copies = timed(m=op.k, n=op.n, k=op.m, output_bytes=written), 2
-        if dtype in NARROW:
+        if dtype in NARROW and not (op.grouped and dtype in device.fused_experts.split()):
             # Inputs and their gradients are read at 16 bits and written twice, once transposed for
             # the weights' gradients.
-            reads = 1 + (dtype == "nvfp4" or (dtype == "fp8" and device.current_scaling))
-            reads += dtype == "nvfp4"  # and once for the Hadamard transform of weight gradients
+            reads = 1 + (dtype == "fp8" and device.current_scaling)
+            reads = 3 if dtype == "nvfp4" else reads  # and for the weights' Hadamard transform
             cast = reads * ELEMENT_BYTES + copies * MATRIX_BYTES[dtype]
             forward_s += self._moved_s(cast * op.batch * op.m * op.k)
             input_s += self._moved_s(cast * op.batch * op.m * op.n)
@@ -325,7 +328,8 @@ class _Layer:
         forward_s = max(op.flops / rate, self._moved_s(op.moved_bytes))
         flops = 2.0 * op.flops + op.flops_again
         backward_s = max(flops / rate, self._moved_s(op.backward_moved_bytes))
-        return forward_s + gap_s, backward_s + 2 * gap_s, 0.0
+        slower = device.scan_slowdown
+        return slower * forward_s + gap_s, slower * backward_s + 2 * gap_s, 0.0
 
     def _attention(self, op: Operator) -> tuple[float, float, float]:
         device = self.device
@@ -389,7 +393,7 @@ class _Layer:
                          self._beside(2 * sent_s, attention[1], shape.context), 0.0])  # fmt: skip
 
     def _exchange(self) -> Floats:
-        """Dispatch and combine, a copy for each expert or, across nodes, for each node."""
+        """Dispatch and combine: a copy for each expert, or once for each node and for each rank."""
         shape, fabric = self.shape, self.fabric
         stride = shape.data_stride if shape.expert_tensor is None else 1
         inside = max(min(fabric.gpus_per_node // max(stride, 1), shape.expert), 1)
@@ -402,12 +406,16 @@ class _Layer:
         for op in self.operators:
             if op.message != "expert":
                 continue
-            if not self.device.dispatches_by_node or inside == shape.expert:
+            if not self.device.dispatches_once:
                 whole_s += sent_s(op.message_bytes, shape.expert)
                 continue
-            once = op.copies_by_node(shape.expert / inside)
-            across_s = sent_s(once * op.message_bytes, shape.expert)
-            whole_s += max(across_s, sent_s(op.message_bytes, inside))
+            # Ranks of a node pass on what came to it, while more comes.
+            within_s = sent_s(op.copies(shape.expert) * op.message_bytes, inside)
+            across_s = 0.0
+            if inside < shape.expert:
+                once = op.copies(shape.expert / inside)
+                across_s = sent_s(once * op.message_bytes, shape.expert)
+            whole_s += max(within_s, across_s)
         both = np.array([whole_s, whole_s, 0.0])
         if shape.shared_overlap and whole_s:
             shared = self._sum(lambda op: op.name.startswith("shared expert"))

@@ -103,10 +103,10 @@ class Operator:
     part: str = ""
     module: str = ""
 
-    def copies_by_node(self, nodes: float) -> float:
-        """Return a token's copies that cross nodes when each gets one, over its experts."""
+    def copies(self, places: float) -> float:
+        """Return a token's copies when each node or rank gets one, over its experts."""
         assert self.experts is not None, "only messages between experts are asked"
-        return min(self.experts.nodes_of_token(nodes) / self.experts.top_k, 1.0)
+        return min(self.experts.places_of_token(places) / self.experts.top_k, 1.0)
 
 
 def layer_operators(model: ModelSpec, shape: LayerShape, kind: str = "*-") -> tuple[Operator, ...]:
@@ -428,9 +428,12 @@ class _Share:
 
     def _feed_forward(
         self, name: str, *, rows: float, inner: float, stored: float = 0.0, batch: float = 1.0,
-        width: int = 0, **more: Any,
+        width: int = 0, fused: bool = False, **more: Any,
     ) -> tuple[Operator, ...]:  # fmt: skip
-        """Return two products and the activation between; ``stored`` of the first one's input."""
+        """Return two products and the activation between; ``stored`` of the first one's input.
+
+        A ``fused`` activation reads and writes nothing that the products do not.
+        """
         model, size = self.model, self.width * rows * inner * batch
         gates = kept = 2 if model.gated else 1
         passes, back = _CLAMPED_PASSES if model.clamped else (gates + 1, 2 * gates + 1)
@@ -439,6 +442,8 @@ class _Share:
             # silu (2), product (3); backward: of the product (6) and of silu (3), both joined (4).
             passes, back = max(passes, 5), max(back, 13)
             kept, kernels = 3, 2
+        if fused:
+            passes, back, kernels = 0, 0, 0
         after = more.pop("after", "")
         return (
             _gemm(f"{name} up", rows, gates * inner, width or model.hidden, stored, batch=batch,
@@ -490,14 +495,15 @@ class _Share:
         # Narrow products want rows in multiples of their scales' blocks: each expert's are copied
         # into such a place, and back out of it.
         entered = self.width * rows * local * each
-        pads = device.dropless and shape.dtype in NARROW
+        fused = shape.dtype in device.fused_experts.split()
+        pads = device.dropless and shape.dtype in NARROW and not fused
         padding = (_moving("padding", 2 * entered, 2 * entered),) * pads
         return (
             _gemm("router", tokens / shape.sequence_split, moe.num_experts, h, self.input_bytes,
                   kernels=6),
             *to, moves, *exchange, *gathered, *padding,
             *self._feed_forward("experts", rows=rows, inner=moe.expert_ffn / split, stored=entered,
-                                batch=local, width=each, grouped=True),
+                                batch=local, width=each, grouped=True, fused=fused),
             *padding, *exchange, moves, *back, *shared,
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ of which only those that mean something for the outer choice are listed.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,9 +36,10 @@ from fivefold.strategy.plan import (
 )
 
 _BOTH = (False, True)
+_FEWEST_TOKENS = 4096  # of a sequence that a rank of a context group keeps
 _DEGREES = ("tensor", "pipeline", "context", "expert", "micro_batch", "virtual")
 _SWITCHES = ("embedding_layers", "sequence_parallel", "regather", "data_overlap",
-             "pipeline_overlap", "offload", "shared_overlap")  # fmt: skip
+             "pipeline_overlap", "offload", "shared_overlap", "expert_overlap")  # fmt: skip
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "schedules": get_args(PipelineSchedule), "recompute": get_args(Recompute),
     "tensor_overlap": get_args(Overlap), "orders": get_args(Order), "dtypes": DTYPES,
@@ -55,7 +57,7 @@ class SearchSpace:
         global_batch: Samples of an iteration.
         tensor: Degrees of tensor parallelism; None: those whose groups lie inside nodes.
         pipeline: Numbers of stages.
-        context: Degrees of context parallelism.
+        context: Degrees of context parallelism; None: those that leave a rank 4,096 tokens.
         expert: Degrees of expert parallelism.
         micro_batch: Sizes of a micro-batch.
         virtual: Chunks of a stage for interleaved schedules.
@@ -63,13 +65,15 @@ class SearchSpace:
         embedding_layers: Whether embedding and head may count as layers, which is looked at where
             only that deals layers out evenly (126 layers over 8 stages).
         zero: Stages of ZeRO.
-        shards: Ranks that share states; None in it: all of them. Where only that is said and
-            ``tau`` may be more than 1, the ranks of a node may share them as one worker, too.
+        shards: Ranks that share states; None in it: all of them. None: all of them, or those of a
+            node; or of a part of it, as one worker, where ``tau`` may be more than 1.
         recompute: Kinds of recomputation.
         sequence_parallel: Whether norms may be split over the tensor group.
         regather: Whether its inputs are gathered again.
         tensor_overlap: Kinds of tensor overlap.
         shared_overlap: Whether shared experts may compute beside dispatch and combine.
+        expert_overlap: Whether dispatch and combine of one micro-batch may travel beside compute
+            of another.
         data_overlap: Whether gradients may travel beside compute.
         pipeline_overlap: Whether stages may send beside compute, where the schedule can.
         offload: Whether weights, activations and optimizer states may go to the host.
@@ -84,19 +88,20 @@ class SearchSpace:
     global_batch: int
     tensor: tuple[int, ...] | None = None
     pipeline: tuple[int, ...] | None = None
-    context: tuple[int, ...] = (1,)
+    context: tuple[int, ...] | None = None
     expert: tuple[int, ...] | None = None
     micro_batch: tuple[int, ...] | None = None
     virtual: tuple[int, ...] | None = None
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
     embedding_layers: tuple[bool, ...] = _BOTH
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    shards: tuple[int | None, ...] = (None,)
+    shards: tuple[int | None, ...] | None = None
     recompute: tuple[str, ...] = ("none", "selective", "full")
     sequence_parallel: tuple[bool, ...] = _BOTH
     regather: tuple[bool, ...] = (True,)
-    tensor_overlap: tuple[str, ...] = ("none",)
+    tensor_overlap: tuple[str, ...] = ("none", "pipe")
     shared_overlap: tuple[bool, ...] = (False,)
+    expert_overlap: tuple[bool, ...] = _BOTH
     data_overlap: tuple[bool, ...] = (True,)
     pipeline_overlap: tuple[bool, ...] = (True,)
     offload: tuple[bool, ...] = (False,)
@@ -122,6 +127,19 @@ class SearchSpace:
                     message = f"{name} of the search space has {value!r}"
                     allowed = ", ".join(map(str, known))
                     raise ConfigurationError(message, hint=f"use some of {allowed}")
+
+
+def settled(space: SearchSpace, model: ModelSpec, fabric: FabricSpec) -> SearchSpace:
+    """Return the space with the values that None stands for, which model and fabric decide."""
+    changes: dict[str, Any] = {}
+    if space.context is None:
+        long = range(1, model.seq_len // _FEWEST_TOKENS + 1)
+        split = tuple(degree for degree in divisors(space.num_gpus) if degree in long)
+        changes["context"] = split or (1,)
+    if space.shards is None:
+        inside = divisors(fabric.gpus_per_node) if max(space.tau) > 1 else [fabric.gpus_per_node]
+        changes["shards"] = (None, *(size for size in inside if size > 1))
+    return dataclasses.replace(space, **changes)
 
 
 def divisors(number: int) -> list[int]:
@@ -227,13 +245,14 @@ class Pattern(NamedTuple):
     overlaps: bool
     sequences: bool
     shares: bool  # shared experts have an exchange to compute beside
+    exchanges: bool  # a forward beside a backward can hide an exchange
     shards: tuple[int | None, ...]
     workers: tuple[int, ...]
 
 
 def pattern_of(model: ModelSpec, space: SearchSpace, plan: ParallelPlan) -> Pattern:
     """Return the pattern of an outer choice."""
-    replicas = plan.data * plan.context
+    replicas, shards = plan.data * plan.context, space.shards or (None,)
     shared = model.experts is not None and model.experts.shared_ffn > 0
     return Pattern(
         split=plan.tensor > 1,
@@ -241,8 +260,9 @@ def pattern_of(model: ModelSpec, space: SearchSpace, plan: ParallelPlan) -> Patt
         overlaps=plan.pipeline > 1 and plan.schedule not in WAITING_SCHEDULES,
         sequences=plan.tensor > 1 and model.seq_len % (plan.context * plan.tensor) == 0,
         shares=shared and plan.expert > 1 and not plan.schedule.startswith("dualpipe"),
-        shards=tuple(s for s in space.shards if s is None or replicas % s == 0),
-        workers=tuple(s for s in space.shards if s and replicas % s == 0 and s < replicas),
+        exchanges=plan.expert > 1 and (plan.pipeline == 1 or plan.schedule == "interleaved"),
+        shards=tuple(s for s in shards if s is None or replicas % s == 0),
+        workers=tuple(s for s in shards if s and replicas % s == 0 and s < replicas),
     )
 
 
@@ -281,6 +301,7 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> Switches:
 
 _LAYER_SWITCHES = (
     "recompute", "sequence_parallel", "regather", "tensor_overlap", "dtype", "shared_overlap",
+    "expert_overlap",
 )  # fmt: skip
 
 
@@ -298,13 +319,15 @@ def _as_columns(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Switch
 
 def _layer_switches(space: SearchSpace, pattern: Pattern) -> list[tuple[Any, ...]]:
     return [
-        (recompute, parallel, again, overlap, dtype, shared)
+        (recompute, parallel, again, overlap, dtype, shared, beside)
         for recompute in space.recompute
         for parallel in (space.sequence_parallel if pattern.sequences else (False,))
         for again in (space.regather if parallel else (True,))
         for overlap in (space.tensor_overlap if pattern.split else ("none",))
         for dtype in space.dtypes
         for shared in (space.shared_overlap if pattern.shares else (False,))
+        for beside in (space.expert_overlap if pattern.exchanges else (False,))
+        if not (beside and (shared or recompute == "full"))
     ]
 
 

@@ -14,9 +14,7 @@ import functools
 import logging
 import math
 import tomllib
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -29,7 +27,16 @@ from fivefold.network.topology import Link, Node, Topology, parse_topology
 from fivefold.network.topology.readers import file_of
 from fivefold.network.topology.text import catalogue, describes_graph, topology_from_tables
 from fivefold.strategy.stack import StackSpec
-from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
+from fivefold.strategy.tables import (
+    TEXT_DEVICE,
+    TEXT_TIER,
+    build_spec,
+    check_keys,
+    key_of,
+    read_fields,
+    with_unit,
+)
+from fivefold.units import parse_bytes_per_s
 
 _LOG = logging.getLogger(__name__)
 # Rows, columns, share of the best tile's speed: smaller tiles reuse less of what they load.
@@ -197,20 +204,6 @@ _TOP = {
 # What software makes of a link, which a graph cannot know.
 _REACHED = ("efficiency", "exchange_efficiency", "base_s", "fill_s", "all_reduce_gain")
 _MOST_DRAWN = 65_536  # GPUs of a cluster whose tiers are made links
-_TEXT_TIER = {
-    "bandwidth": "bandwidth_bytes_per_s",
-    "base": "base_s",
-    "hop": "hop_s",
-    "fill": "fill_s",
-}
-_TEXT_DEVICE = {
-    "memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth_bytes_per_s",
-    "kernel_gap": "kernel_gap_s", "host_kernel": "host_kernel_s", "reserved": "reserved_bytes",
-    "host_bandwidth": "host_bandwidth_bytes_per_s", "step_overhead": "step_overhead_s",
-}  # fmt: skip
-
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +323,7 @@ def is_named_cluster(name: str) -> bool:
 
 def _tree(cluster: Cluster, num_gpus: int) -> Topology:
     """Draw a switch for each unit of each tier; what leaves a unit has the rate of all its GPUs."""
-    tiers = cluster.fabric.tiers
+    tiers = cluster.fabric.packed(num_gpus).tiers
     per_node = tiers[0].gpus
     nodes = [Node(f"gpu{n}", "gpu", host=f"node{n // per_node}") for n in range(num_gpus)]
     links: list[Link] = []
@@ -361,7 +354,8 @@ def load_cluster(source: str | Path) -> Cluster:
     """Return a known cluster, or one from a TOML file.
 
     Args:
-        source: A name of ``named_clusters()``, with ``:16`` behind it for so many GPUs, or a path.
+        source: A name of ``named_clusters()``, with ``:16`` behind it for so many GPUs and
+            ``@megatron-bridge-26.06`` for another of ``named_stacks()``, or a path.
 
     Raises:
         ConfigurationError: A name or key is unknown, or a value is not allowed.
@@ -379,7 +373,11 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
         message = f"the base of {bases[-1]} is {source}, which is made from it"
         raise ConfigurationError(message, hint="name another base, such as 'h100-nemo'")
     bases = (*bases, str(source))
-    known, _, count = str(source).partition(":")
+    known, _, stack = str(source).partition("@")
+    if stack:  # a known cluster with another release of its software
+        named = {"base": known, "stack": stack}
+        return _cluster(named, name=known.partition(":")[0], bases=bases, folder=Path())
+    known, _, count = known.partition(":")
     if known in _formerly():
         new, old = _formerly()[known], known
         known = new
@@ -436,10 +434,11 @@ def _cluster(
         message = f"tier of {name!r} must be tables; got {entries!r:.60}"
         raise ConfigurationError(message, hint="write [[tier]] and its keys below")
     for entry in entries:
-        values = read_fields(entry, Tier, where="tier", texts=_TEXT_TIER)
+        values = read_fields(entry, Tier, where="tier", texts=TEXT_TIER)
         named = str(values.get("name", ""))
         _refuse_beside_links(table, values, name=name)
-        tiers[named] = tiers.get(named, {}) | values
+        # A file's number of GPUs is meant as it stands.
+        tiers[named] = tiers.get(named, {}) | ({"tray": 0} if "gpus" in values else {}) | values
     if name in named_clusters():
         fields["gpu"] = name.partition("-")[0]
     fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
@@ -459,7 +458,7 @@ def _cluster(
 
 def _own_device(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a file says of its device; for another card not its base's name."""
-    own = read_fields(table.get("device", {}), DeviceSpec, where="device", texts=_TEXT_DEVICE)
+    own = read_fields(table.get("device", {}), DeviceSpec, where="device", texts=TEXT_DEVICE)
     other = {"memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops"} & set(own)
     return {"hardware": "", **own} if other else own
 
@@ -471,7 +470,7 @@ def _require_device(table: Mapping[str, Any], *, source: str) -> None:
 
 
 def _refuse_beside_links(table: Mapping[str, Any], tier: Mapping[str, Any], *, name: str) -> None:
-    told = sorted(_key_of(key) for key in tier if key not in {"name", *_REACHED})
+    told = sorted(key_of(key) for key in tier if key not in {"name", *_REACHED})
     if told and ("topology" in table or describes_graph(table)):
         message = f"tier {tier.get('name')!r} of {name!r} gives {told[0]} beside a topology"
         raise ConfigurationError(message, hint=f"leave out {told[0]}: the links say it")
@@ -513,17 +512,16 @@ def _with_cards(
         message = f"cluster {name!r} has {len(ordered)} tiers, and {given[0]} goes with two"
         raise ConfigurationError(message, hint="give the tiers in full, or a base with two")
     node, outer = ordered
-    node["gpus"] = gpus = table.get("gpus_per_node", node["gpus"])
-    cards = table.get("nics_per_node", gpus)
+    node |= {"gpus": table["gpus_per_node"], "tray": 0} if "gpus_per_node" in table else {}
+    cards = table.get("nics_per_node", gpus := node["gpus"])
     for key, value in (("gpus_per_node", gpus), ("nics_per_node", cards)):
         require_whole(f"{key} of cluster {name!r}", value, hint=f"write {key} = 8")
-    # A tier is made of whole units below; how many GPUs there are says gpus.
-    outer["gpus"] = max(gpus * 2, -(-int(outer["gpus"]) // gpus) * gpus)
+    outer["gpus"] = max(gpus * 2, int(outer["gpus"]))
     if "nic" in table:
         if any(one.get("name") == outer["name"] and "bandwidth" in one for one in _tiers(table)):
             message = f"cluster {name!r} gives nic and the bandwidth of tier {outer['name']!r}"
             raise ConfigurationError(message, hint="leave one out; a tier's is per GPU")
-        rate = parse_bytes_per_s(_with_unit(table["nic"], "nic", "_bytes_per_s", where=name))
+        rate = parse_bytes_per_s(with_unit(table["nic"], "nic", "_bytes_per_s", where=name))
         outer["bandwidth_bytes_per_s"] = rate * cards / gpus
     elif "nics_per_node" in table:
         message = f"cluster {name!r} says nics_per_node and not what a card carries"
@@ -533,22 +531,6 @@ def _with_cards(
 
 def _tiers(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [one for one in table.get("tier", []) if isinstance(one, dict)]
-
-
-_READINGS = {"_bytes_per_s": ("Gbit/s", "GB/s"), "_bytes": ("GB", "GiB"), "_s": ("us", "ms")}
-_PARSERS: Mapping[str, Callable[[Any], float]] = {
-    "_bytes_per_s": parse_bytes_per_s, "_bytes": lambda text: float(parse_bytes(text)),
-    "_s": parse_duration_s,
-}  # fmt: skip
-
-
-def _with_unit(value: Any, key: str, ending: str, *, where: str) -> Any:
-    """Refuse a bare number, with the two readings that are meant most often."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        readings = " or ".join(f'{key} = "{value:g} {unit}"' for unit in _READINGS[ending])
-        message = f"{key} of {where!r} has no unit; got {value!r}"
-        raise ConfigurationError(message, hint=f"write {readings}")
-    return value
 
 
 def named_stacks() -> tuple[str, ...]:
@@ -568,7 +550,7 @@ def _stack(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     text = (files("fivefold.strategy") / "stacks" / f"{name}.toml").read_text()
     table = tomllib.loads(text)
     sources = dict(table.pop("sources", {}))
-    fields = read_fields(table, StackSpec, where=f"stack {name!r}", texts=_TEXT_DEVICE)
+    fields = read_fields(table, StackSpec, where=f"stack {name!r}", texts=TEXT_DEVICE)
     return dataclasses.asdict(StackSpec(**{**fields, "stack": name})), sources
 
 
@@ -614,87 +596,3 @@ def _unknown(name: str) -> ConfigurationError:
         f"cluster {name!r} is unknown",
         hint=f"{meant}give a TOML file or one of {', '.join(named_clusters())}",
     )
-
-
-def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> None:
-    """Refuse unknown keys, with the nearest known one as a hint."""
-    if not isinstance(table, Mapping):
-        raise ConfigurationError(
-            f"{where} must be a table; got {table!r:.60}", hint="write a table and its keys below"
-        )
-    for key in table:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, sorted(allowed), n=1)
-            near = near or [known for known in sorted(allowed) if key in known]
-            message = f"{where} has no key {key!r}"
-            known = f"it has {', '.join(sorted(allowed))}"
-            raise ConfigurationError(message, hint=f"did you mean {near[0]!r}?" if near else known)
-
-
-def check_types(values: Mapping[str, Any], kind: type, *, where: str) -> None:
-    """Refuse values that the fields of a dataclass do not take."""
-    hints = typing.get_type_hints(kind)
-    for name, value in values.items():
-        if name in hints and not _fits(value, hints[name]):
-            wanted = " or ".join(_words(hints[name]))
-            message = f"{where}: {_key_of(name)} must be {wanted}; got {value!r:.60}"
-            hint = f"a {type(value).__name__} cannot stand there"
-            raise ConfigurationError(message, hint=hint)
-
-
-def _words(hint: Any) -> list[str]:
-    if typing.get_origin(hint) in {typing.Union, types.UnionType}:
-        inner = typing.get_args(hint)
-        return [word for one in inner if one is not type(None) for word in _words(one)]
-    return [_WORDS.get(hint) or str(getattr(hint, "__name__", hint)).replace("typing.", "")]
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in {typing.Union, types.UnionType}:
-        return any(_fits(value, one) for one in inner)
-    if origin is typing.Literal:
-        return value in inner
-    if origin is tuple and inner[-1] is ...:
-        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
-    if hint in {int, float}:
-        plain = int if hint is int else int | float
-        return isinstance(value, plain) and not isinstance(value, bool)
-    return not isinstance(hint, type) or isinstance(value, hint)
-
-
-def read_fields(
-    table: Mapping[str, Any], kind: type, *, where: str, texts: Mapping[str, str] = {}
-) -> dict[str, Any]:
-    """Return fields of a dataclass from a table, with those whose text in ``texts`` has a unit."""
-    names = {field.name for field in dataclasses.fields(kind)} - {"sources"}
-    check_keys(table, names | set(texts), where=where)
-    values = {}
-    for key, value in table.items():
-        name = texts.get(key, key)
-        values[name] = value
-        if key in texts:
-            ending = next(ending for ending in _READINGS if name.endswith(ending))
-            values[name] = _PARSERS[ending](_with_unit(value, key, ending, where=where))
-    check_types(values, kind, where=where)
-    return values
-
-
-def build_spec(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
-    """Return a dataclass, or refuse a table that lacks a field without a default."""
-    missing = [
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.name not in values
-        and field.default is field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        message = f"{where} is incomplete: it does not say {', '.join(map(_key_of, missing))}"
-        raise ConfigurationError(message, hint="give every size that has no default")
-    return kind(**values)
-
-
-def _key_of(name: str) -> str:
-    """Return how a file writes a field."""
-    keys = {field: key for texts in (_TEXT_TIER, _TEXT_DEVICE) for key, field in texts.items()}
-    return keys.get(name, name)

@@ -389,7 +389,10 @@ def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
     bucket = np.maximum(
         device.bucket_parameters, device.bucket_parameters_per_rank * columns.replicas
     )
-    buckets = np.where((t.data_overlap == 1) & (t.tau == 1), np.ceil(parameters / bucket), 1.0)
+    buckets = np.ceil(parameters / bucket)
+    if device.messages_per_layer:
+        buckets = columns.each * device.messages_per_layer
+    buckets = np.where((t.data_overlap == 1) & (t.tau == 1), buckets, 1.0)
     start_s = columns.time_s("all_gather", np.full(len(t), 1.0), "shard")
     return np.maximum(buckets - 1.0, 0.0) * start_s
 
@@ -417,18 +420,21 @@ def _state_messages_s(columns: Columns, states: Floats) -> tuple[Floats, Floats]
 
 
 def exchanging_layer(columns: Columns) -> dict[str, Floats]:
-    """Return the costs of a layer where DualPipe computes beside dispatch and combine."""
+    """Return the costs of a layer, less what of dispatch and combine travels beside compute."""
     layer = columns.layer
-    dual = columns.table.is_word("schedule", "dualpipe", "dualpipe_v")
-    dual &= columns.table.pipeline > 1
-    if not dual.any():
+    t = columns.table
+    dual = t.is_word("schedule", "dualpipe", "dualpipe_v") & (t.pipeline > 1)
+    if not (dual.any() or t.expert_overlap.any()):
         return layer
     whole_s = layer["forward_s"] + layer["input_s"] + layer["weight_s"]
     left_s = exposed_s(
         layer["expert_s"], whole_s - layer["expert_s"], slowdown=columns.device.overlap_slowdown
     )
     hidden_s = np.minimum(layer["expert_s"] - left_s, np.maximum(whole_s - layer["host_s"], 0.0))
-    hidden_s = np.where(dual, hidden_s, 0.0)
+    # The first forwards of an iteration have no backward beside them, nor its last backwards.
+    alone = np.where(t.pipeline > 1, (1 - 1 / t.virtual) * t.pipeline, 1.0) / columns.micro_batches
+    overlapped = np.where(t.expert_overlap == 1, 1.0 - np.minimum(alone, 1.0), 0.0)
+    hidden_s = np.where(dual, 1.0, overlapped) * hidden_s
     return {
         **layer,
         "forward_s": layer["forward_s"] - hidden_s / 2,

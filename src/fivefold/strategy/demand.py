@@ -97,7 +97,11 @@ def _layer_messages(
         head = trained_head(model, shape)
         sizes["tensor"] += sum(op.message_bytes for op in head) / segments
     kinds = {"tensor": "all_reduce", "context": "all_gather", "expert": "all_to_all"}
-    hidden = {"tensor": plan.tensor_overlap != "none", "context": True, "expert": False}
+    hidden = {
+        "tensor": plan.tensor_overlap != "none",
+        "context": True,
+        "expert": plan.expert_overlap,
+    }
     again = 2 if plan.recompute == "full" else 1  # backward runs forward, messages and all, first
     found: list[Message] = []
     for axis, size in sizes.items():

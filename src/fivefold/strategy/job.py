@@ -13,11 +13,12 @@ from fivefold.files import read_toml
 from fivefold.reading import Reading
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
-from fivefold.strategy.cluster import Cluster, check_keys, read_fields
+from fivefold.strategy.cluster import Cluster
 from fivefold.strategy.hugging_face import is_configuration, read_model
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, model_from_table, with_adapters
+from fivefold.strategy.tables import check_keys, read_fields
 
 _KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan", "adapters",
          "optimizer"}  # fmt: skip

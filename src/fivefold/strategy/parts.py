@@ -51,14 +51,14 @@ class MixtureOfExperts:
             message = f"top_k={self.top_k} is more than num_experts={self.num_experts}"
             raise ConfigurationError(message, hint="each token visits at most every expert once")
 
-    def nodes_of_token(self, nodes: float) -> float:
-        """Return on how many ``nodes`` the experts of one token lie, in the mean, spread evenly.
+    def places_of_token(self, places: float) -> float:
+        """Return on how many nodes, or ranks, the experts of one token lie, spread evenly.
 
         N (1 - (1 - 1/N)^k) for k experts on N nodes, and no more than the routing's groups reach.
         """
-        reached = nodes * (1.0 - (1.0 - 1.0 / nodes) ** self.top_k)
+        reached = places * (1.0 - (1.0 - 1.0 / places) ** self.top_k)
         if self.top_groups is not None:
-            reached = min(reached, max(nodes * self.top_groups / self.groups, 1.0))
+            reached = min(reached, max(places * self.top_groups / self.groups, 1.0))
         return reached
 
 

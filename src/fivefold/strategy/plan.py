@@ -61,6 +61,7 @@ class ParallelPlan:
             expert group takes GPUs of the tensor group too (``expert`` then divides data x context
             x tensor).
         shared_overlap: Experts that every token visits compute beside dispatch and combine.
+        expert_overlap: Dispatch and combine of one micro-batch travel beside compute of another.
         virtual: Model chunks of each stage (interleaved schedules).
         schedule: Schedule of the pipeline.
         zero: What data-parallel ranks share instead of copy: 1 optimizer states, 2 gradients
@@ -104,6 +105,7 @@ class ParallelPlan:
     expert: int = 1
     expert_tensor: int | None = None
     shared_overlap: bool = False
+    expert_overlap: bool = False
     virtual: int = 1
     schedule: PipelineSchedule = "1f1b"
     zero: int = 0
@@ -205,9 +207,20 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
          "experts are split over those ranks; expert_tensor = 1 takes tensor ranks too"),
         (plan.shared_overlap and plan.expert == 1, "shared_overlap needs expert > 1",
          "without expert parallelism nothing is sent"),
-        (plan.shared_overlap and plan.schedule in {"dualpipe", "dualpipe_v"},
+        ((plan.shared_overlap or plan.expert_overlap)
+         and plan.schedule in {"dualpipe", "dualpipe_v"},
          f"schedule {plan.schedule!r} hides dispatch and combine by itself",
-         "leave shared_overlap out"),
+         "leave shared_overlap and expert_overlap out"),
+        (plan.expert_overlap and plan.expert == 1, "expert_overlap needs expert > 1",
+         "without expert parallelism nothing is sent"),
+        (plan.expert_overlap and plan.pipeline > 1 and plan.schedule != "interleaved",
+         f"schedule {plan.schedule!r} has no forward beside a backward of one stage",
+         "expert_overlap needs the schedule 'interleaved', or one stage"),
+        (plan.expert_overlap and plan.shared_overlap,
+         "expert_overlap and shared_overlap hide the same messages", "leave one of them out"),
+        (plan.expert_overlap and plan.recompute == "full",
+         "expert_overlap needs what full recomputation drops",
+         "set recompute to 'selective' or 'none'"),
         (plan.expert_tensor == 1 and plan.tensor > 1 and not plan.sequence_parallel,
          "expert_tensor = 1 needs sequence_parallel", "tensor ranks hold different tokens then"),
         (plan.expert_tensor == 1 and plan.tensor > 1 and plan.order != "tcdp",
@@ -443,6 +456,7 @@ def overlap_of(plan: ParallelPlan) -> str:
         words.append("stages")
     if plan.shared_overlap:
         words.append("shared experts")
-    if plan.schedule.startswith("dualpipe") and plan.pipeline > 1 and plan.expert > 1:
+    dual = plan.schedule.startswith("dualpipe") and plan.pipeline > 1
+    if plan.expert_overlap or (dual and plan.expert > 1):
         words.append("experts")
     return ", ".join(words) or "nothing"

@@ -10,7 +10,6 @@ from importlib.resources import files
 from typing import Any
 
 from fivefold.errors import ConfigurationError
-from fivefold.strategy.cluster import build_spec, check_keys, read_fields
 from fivefold.strategy.hugging_face import is_configuration, read_model
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import (
@@ -20,6 +19,7 @@ from fivefold.strategy.parts import (
     MambaMixer,
     MixtureOfExperts,
 )
+from fivefold.strategy.tables import build_spec, check_keys, read_fields
 
 _NESTED = {
     "experts": MixtureOfExperts, "latent": LatentAttention, "mamba": MambaMixer,

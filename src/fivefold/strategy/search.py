@@ -28,11 +28,11 @@ from fivefold.strategy._space import (
     Pattern,
     SearchSpace,
     block_table,
-    divisors,
     inner_table,
     layer_table,
     outer_choices,
     pattern_of,
+    settled,
 )
 from fivefold.strategy.cluster import Cluster, DeviceSpec
 from fivefold.strategy.cost import PlanPrediction, evaluate_plan, evaluate_table, least_time_s
@@ -78,7 +78,9 @@ def search_plans(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, space: SearchSpace, top: int = 1,
     front: bool = False, bounds: bool = True,
 ) -> PlanSearchResult:  # fmt: skip
-    """Find the fastest plans that fit in memory.
+    """Find the fastest plans that fit in memory, with the stack's ``spare_memory`` left free.
+
+    Where no plan leaves that much, those that fit at all are looked at.
 
     Args:
         model: What is trained.
@@ -107,14 +109,16 @@ def search_plans(
     if space.num_gpus > fabric.num_gpus:
         message = f"the job wants {space.num_gpus} GPUs, {fabric.name!r} has {fabric.num_gpus}"
         raise InfeasibleError(message, hint=f"use at most {fabric.num_gpus} GPUs")
-    if max(space.tau) > 1 and space.shards == (None,):
-        # Ranks of a node may share states where local updates are asked for and nothing is said.
-        inside = [size for size in divisors(fabric.gpus_per_node) if size > 1]
-        space = dataclasses.replace(space, shards=(None, *inside))
+    fabric = fabric.packed(space.num_gpus)
+    space = settled(space, model, fabric)
     found = _Search(model, device, fabric, space, top=top, front=front, bounds=bounds)
     if not found.choices:
         _raise_no_choice(found.impossible, space)
     found.run()
+    if not found.plans and device.spare_memory:
+        full = dataclasses.replace(device, spare_memory=0.0)
+        found = _Search(model, full, fabric, space, top=top, front=front, bounds=bounds)
+        found.run()
     if not found.plans:
         _raise_no_fit(found)
     ruled_out, num_bounded = found.bounded, found.bounded.total()
@@ -154,6 +158,7 @@ class _Search:
         self.bounded: Counter[str] = Counter()
         self.evaluated = self.over = self.longer = 0
         self.least_bytes = np.inf
+        self.room_bytes = device.memory_bytes * (1.0 - device.spare_memory)
 
     @property
     def num_plans(self) -> int:
@@ -180,7 +185,7 @@ class _Search:
     def fits(self) -> bool:
         """Return whether any plan of the space fits in memory."""
         for i in np.argsort(self.bound_bytes, kind="stable")[:_MOST_TRIED].tolist():
-            if self.bound_bytes[i] > self.device.memory_bytes:
+            if self.bound_bytes[i] > self.room_bytes:
                 return False
             self._look_at([i])
             if self.plans:
@@ -191,7 +196,7 @@ class _Search:
         """Evaluate some outer choices with all their switches, or say why not."""
         by_pattern: dict[Pattern, list[ParallelPlan]] = {}
         for i in chosen:
-            if self.bound_bytes[i] > self.device.memory_bytes:
+            if self.bound_bytes[i] > self.room_bytes:
                 reason = "memory: more than the device has, whatever the switches"
             elif self._beats(self.bound_s[i], self.bound_bytes[i]):
                 reason = "time: the bound is above the best found"
@@ -220,7 +225,7 @@ class _Search:
         if not len(table):
             return
         costs = evaluate_table(self.model, self.device, self.fabric, table=table)
-        fits = costs.memory_bytes <= self.device.memory_bytes
+        fits = costs.memory_bytes <= self.room_bytes
         self.evaluated += len(table)
         self.over += int((~fits).sum())
         self.least_bytes = min(self.least_bytes, float(costs.memory_bytes.min()))

@@ -15,7 +15,7 @@ from fivefold.errors import ConfigurationError, require_one_of
 
 __all__ = ["StackSpec"]
 
-_SHARES = ("fragments", "overlap_slowdown", "selective_products", "outer_window")
+_SHARES = ("spare_memory", "fragments", "overlap_slowdown", "selective_products", "outer_window")
 _LEAST_ONE = ("bucket_parameters", "loss_chunks", "slices", "expert_imbalance", "expert_passes",
               "peak_flops", "memory_bytes", "memory_bandwidth_bytes_per_s")  # fmt: skip
 _EFFICIENCIES = ("gemm_efficiency", "attention_efficiency", "memory_efficiency")
@@ -32,6 +32,7 @@ class StackSpec:
 
     Args:
         stack: Name of the stack.
+        framework: What it is built on, such as "Megatron" or "PyTorch": error bars are kept apart.
         release: Its release.
         released: Year and month of that release, such as ``"2025-11"``.
         fused_attention: Attention never writes scores to memory (FlashAttention).
@@ -46,13 +47,22 @@ class StackSpec:
         selective_products_fp8: The same of 8-bit products.
         host_kernel_s: Time in which the host can issue one kernel: the floor of small layers.
         expert_kernel_s: The same for products of experts, one by one; 0: they are one kernel.
+        scan_slowdown: Time of a scan (Mamba) over that of its bytes and FLOPs at full rates.
+            Fitted: Nemotron 3 Nano on H100 to GB300, Megatron-Bridge 26.02.01, where Triton's
+            kernels of mamba_ssm run.
         dropless: No token is dropped, so the host waits for the router before it issues experts.
+        graphed: Types of products, separated by spaces, whose whole iteration is one CUDA graph:
+            the host issues nothing and waits for nothing.
+        fused_experts: Types whose experts are fused kernels: activation, casts and the rows that
+            scales want are part of the products.
         overlap_slowdown: Share by which compute slows down while communication runs beside it.
         gradient_bytes: Width of gradients in memory, copies of another width included.
         gradient_wire_bytes: Width of gradients when they are reduced.
         parameter_wire_bytes: Width of parameters when they are gathered.
         bucket_parameters: Parameters whose gradients travel together, beside compute.
         bucket_parameters_per_rank: The same for each rank of the group, where that is more.
+        messages_per_layer: Messages of a layer's gradients where each parameter travels by itself,
+            whatever its size; 0: in buckets.
         optimizer_state_bytes: Bytes of optimizer states per parameter: master copy, moments.
         outer_state_bytes: Bytes that local updates hold per parameter: anchor, payload, and what
             else the rule needs; CO2 has a momentum.
@@ -76,12 +86,15 @@ class StackSpec:
         gathered_layers: Layers whose parameters ZeRO-3 holds whole at a time.
         splits_checkpoints: Inputs kept by full recomputation are split over the tensor group.
         reserved_bytes: What context and communication buffers take of the memory.
+        spare_memory: Share of the memory that a search leaves free, if any plan lets it: what a run
+            takes varies, and a plan is a prediction.
         fragments: Share of all else that the allocator holds and does not use.
         shard_gather_share: Share of a ring's rate that gathers of shared parameters reach (ZeRO-3).
         splits_stage_messages: Tensor ranks send a share each to the next stage, gathered there.
         expert_passes: How often tokens are read and written around dispatch and combine, over the
             sorting alone: padding, scaling by the router's weights, activations that are not fused.
-        dispatches_by_node: A token crosses to a node once, whatever experts it visits there.
+        dispatches_once: A token is sent once to each node and each rank that it visits, whatever
+            experts it visits there (DeepEP, HybridEP); otherwise once for each expert.
         expert_imbalance: Tokens of the fullest rank of an expert group, over the mean.
         slices: Into how many pieces pipelined tensor overlap cuts a product; one stays exposed.
         step_overhead_s: Fixed time of an iteration: data, logging, norms, synchronisation.
@@ -96,6 +109,7 @@ class StackSpec:
     """
 
     stack: str = ""
+    framework: str = ""
     release: str = ""
     released: str = ""
     fused_attention: bool = False
@@ -106,13 +120,17 @@ class StackSpec:
     selective_products_fp8: float = 0.0
     host_kernel_s: float = 1e-5
     expert_kernel_s: float = 0.0
+    scan_slowdown: float = 6.2
     dropless: bool = False
+    graphed: str = ""
+    fused_experts: str = ""
     overlap_slowdown: float = 0.1
     gradient_bytes: float = 4.0
     gradient_wire_bytes: float = 2.0
     parameter_wire_bytes: float = 2.0
     bucket_parameters: float = 40e6
     bucket_parameters_per_rank: float = 1e6
+    messages_per_layer: float = 0.0
     optimizer_state_bytes: float = 12.0
     outer_state_bytes: float = 12.0
     outer_owned_bytes: float = 0.0
@@ -129,11 +147,12 @@ class StackSpec:
     gathered_layers: float = 2.0
     splits_checkpoints: bool = False
     reserved_bytes: float = 2e9
+    spare_memory: float = 0.04
     fragments: float = 0.0
     shard_gather_share: float = 1.0
     splits_stage_messages: bool = True
     expert_passes: float = 1.0
-    dispatches_by_node: bool = False
+    dispatches_once: bool = False
     expert_imbalance: float = 1.0
     slices: int = 4
     step_overhead_s: float = 0.0

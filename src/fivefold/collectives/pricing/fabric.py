@@ -39,6 +39,8 @@ class Tier:
     Args:
         name: Such as ``"node"`` or ``"cluster"``.
         gpus: GPUs that one unit of this tier joins; the last tier's may exceed the cluster.
+        tray: GPUs of a tray, of which a job may leave some out so that it takes as many of each
+            unit (a rack of 72 gives 64 to a job of 256); 0: units are filled one after the other.
         bandwidth_bytes_per_s: What each GPU can send through this tier at once.
         efficiency: Share of it that collectives reach.
         exchange_efficiency: Share that all-to-all and point-to-point reach; None: the same.
@@ -56,6 +58,7 @@ class Tier:
 
     name: str
     gpus: int
+    tray: int = 0
     bandwidth_bytes_per_s: float
     efficiency: float = 0.8
     exchange_efficiency: float | None = None
@@ -67,6 +70,7 @@ class Tier:
 
     def __post_init__(self) -> None:
         require_whole(f"gpus of tier {self.name!r}", self.gpus)
+        require_whole(f"tray of tier {self.name!r}", self.tray, least=0, most=self.gpus)
         for name in _TIMES:
             require_number(f"{name} of tier {self.name!r}", getattr(self, name))
         for name in _FACTORS:
@@ -118,11 +122,34 @@ class FabricSpec:
         if not self.tiers:
             raise ConfigurationError(f"fabric {self.name!r} has no tier", hint="give at least one")
         for inner, outer in zip(self.tiers, self.tiers[1:], strict=False):
-            if outer.gpus <= inner.gpus or outer.gpus % inner.gpus:
+            # The last one is as large as the cluster, which has no unit that is not whole.
+            astride = outer is not self.tiers[-1] and outer.gpus % inner.gpus
+            if outer.gpus <= inner.gpus or astride:
                 raise ConfigurationError(
                     f"tier {outer.name!r} joins {outer.gpus} GPUs, {inner.name!r} {inner.gpus}",
                     hint="each tier joins a multiple of the one below",
                 )
+
+    def packed(self, num_gpus: int) -> FabricSpec:
+        """Return the fabric as a job of so many GPUs meets it: with the same share of each unit.
+
+        Examples:
+            >>> rack = Tier(name="rack", gpus=72, tray=4, bandwidth_bytes_per_s=900e9)
+            >>> net = Tier(name="cluster", gpus=7200, bandwidth_bytes_per_s=50e9)
+            >>> racks = FabricSpec(name="racks", tiers=(rack, net))
+            >>> racks.packed(256).gpus_per_node, racks.packed(144).gpus_per_node
+            (64, 72)
+        """
+        unit = self.tiers[0]
+        if not unit.tray or num_gpus <= unit.gpus:
+            return self
+        shares = (
+            num_gpus // units
+            for units in range(-(-num_gpus // unit.gpus), num_gpus // unit.tray + 1)
+            if num_gpus % units == 0 and num_gpus // units % unit.tray == 0
+        )
+        share = next(shares, unit.gpus)
+        return replace(self, tiers=(replace(unit, gpus=share, tray=0), *self.tiers[1:]))
 
     @functools.cached_property
     def merged(self) -> tuple[Tier, ...]:
