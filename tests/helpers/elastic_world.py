@@ -4,7 +4,6 @@ Workers are forked, so that each starts in a moment, and write what they see to 
 own, line by line, so that nothing is lost when one is killed.
 """
 
-import functools
 import json
 import multiprocessing
 import os
@@ -16,24 +15,6 @@ import torch
 
 CONTEXT = multiprocessing.get_context("fork")
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL}
-
-
-class TorchCrashError(AssertionError):
-    """A worker died of a signal that nobody sent: gloo's threads, when a peer dies beside them."""
-
-
-def again_after_a_crash(test):
-    """Play a scene in which a peer dies once more where gloo itself crashed; two are a failure."""
-
-    @functools.wraps(test)
-    def played(tmp_path, **options):
-        try:
-            test(tmp_path, **options)
-        except TorchCrashError:
-            (tmp_path / "again").mkdir()
-            test(tmp_path / "again", **options)
-
-    return played
 
 
 class World:
@@ -96,14 +77,10 @@ class World:
         while not condition():
             errors = [e for name in self.processes for e in self.log(name, "error")]
             assert not errors, f"{what} did not happen; errors: {errors}"
-            self._require_no_crash()
+            crashed = {n: p.exitcode for n, p in self.processes.items() if p.exitcode in _CRASHES}
+            assert not crashed, f"{what} did not happen; crashed: {crashed}"
             assert time.monotonic() < deadline_s, f"{what} did not happen"
             time.sleep(0.02)
-
-    def _require_no_crash(self):
-        crashed = {n: p.exitcode for n, p in self.processes.items() if p.exitcode in _CRASHES}
-        if crashed:
-            raise TorchCrashError(str(crashed))
 
     def until_rounds(self, name, count):
         self.until(lambda: len(self.log(name, "round")) >= count, what=f"{name} round {count}")
@@ -114,7 +91,6 @@ class World:
         for name in names:
             process = self.processes[name]
             process.join(max(deadline_s - time.monotonic(), 0.1))
-            self._require_no_crash()
             errors = {n: self.log(n, "error") for n in self.processes}
             assert process.exitcode == 0, (name, process.exitcode, errors)
 

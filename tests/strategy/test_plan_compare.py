@@ -145,6 +145,7 @@ def test_a_plan_says_how_far_off_it_may_be(files):
     assert high_s / best.time_s == pytest.approx(1 + wanted.share)
     equal = sum(one["time_s"] <= best.time_s * (1 + wanted.plan_share) for one in document["best"])
     text = " ".join(call(job, "--cluster", a).stdout.split())
-    assert f"{wanted.count} published ones ({wanted.like})" in text
+    rows = f"{wanted.count} published ones of {wanted.sources} sources ({wanted.like})"
+    assert rows in text
     assert equal > 1
     assert f"the first {equal} cannot be told apart" in text

@@ -595,6 +595,8 @@ def _document(found: FoundPlans) -> dict[str, Any]:
         "best": [_facts(model, one) for one in found.best],
         "error_bar": dataclasses.asdict(bar) | {"interval_s": bar.interval_s(best.time_s)},
     }  # fmt: skip
+    if found.release_warning is not None:
+        document["release_warning"] = found.release_warning
     if found.job.reading is not None:
         document["reading"] = found.job.reading.to_json()
     if result is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ with later():
         PlanSearchResult,
         error_bar,
     )
-    from fivefold.strategy.calibrate import ErrorBar
+    from fivefold.strategy.calibrate import ErrorBar, release_warning
     from fivefold.strategy.model import ModelSpec
     from fivefold.strategy.plan import DEGREES, degrees_of, overlap_of, settings_of
     from fivefold.strategy.search import tokens_per_s
@@ -74,6 +75,12 @@ class FoundPlans:
         """Return how far off the first plan's time may be."""
         best = self.best[0]
         return error_bar(self.job.model, self.cluster.device, best.plan, time_s=best.time_s)
+
+    @property
+    def release_warning(self) -> str | None:
+        """Return what is to be said of the age of the software that is predicted."""
+        today = dt.datetime.now(dt.UTC).date()
+        return release_warning(self.cluster.device, today=today)
 
 
 def split_page(found: FoundPlans) -> Page:
@@ -129,7 +136,7 @@ def split_page(found: FoundPlans) -> Page:
         f"iteration takes {format_duration_s(first.time_s)} with {degrees_of(first.plan)} "
         f"({settings_of(first.plan)}).",
         tiles=_tiles(first, result),
-        caveats=(_PREDICTED,),
+        caveats=tuple(filter(None, (_PREDICTED, found.release_warning))),
         sections=tuple(sections),
     )
 
@@ -153,7 +160,7 @@ def _doubts(found: FoundPlans) -> list[str]:
     bar, first_s = found.error_bar, found.best[0].time_s
     low_s, high_s = bar.interval_s(first_s)
     around = f"{low_s:.3g} to {high_s:.3g} s"
-    errors = f"the errors of {bar.count} published ones ({bar.like})"
+    errors = f"the errors of {bar.count} published ones of {bar.sources} sources ({bar.like})"
     lines = [f"nine of ten runs like the first take {around}, by {errors}"]
     equal = sum(bar.equal(first_s, one.time_s) for one in found.best)
     if equal > 1:

@@ -1,19 +1,21 @@
 """What measurements say of predictions: how far off they may be, and constants that make them true.
 
-The shipped table holds root mean squares of ln(predicted / measured) per kind of row, each pair of
-model and GPU weighed alike (rows of one pair err alike), and what is left between plans of a pair.
-Of dense rows that constants were fitted to, a pair's error is taken less the mean of other models
-on the same GPU and stack, as a fit without it would have centred those.
-``benchmarks.strategy.recent`` writes it from rows that are not among those it judges.
+The shipped table holds ln(predicted / measured) of public rows per kind of row: the root mean
+square over sources (a table of one publisher and one release of its software is one source, for its
+rows err alike), how far the means of the sources lie apart, and what is left between plans of one
+pair of model and GPU. Of dense rows that constants were fitted to, a pair's error is taken less the
+mean of other models on the same GPU and stack, as a fit without it would have centred those.
+``benchmarks.strategy.recent`` writes it, and judges it with each source left out whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -21,7 +23,7 @@ from fivefold.collectives.pricing import FabricSpec, Group, collective_time_s
 from fivefold.errors import ConfigurationError, DataError, require_number
 from fivefold.measured import consistent_times_s
 from fivefold.strategy._operators import NARROW
-from fivefold.strategy.cluster import Cluster, DeviceSpec
+from fivefold.strategy.cluster import Cluster, DeviceSpec, named_stacks
 from fivefold.strategy.cost import evaluate_plan
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
@@ -31,24 +33,30 @@ _GENERATIONS = {
     "b200": "Blackwell", "b300": "Blackwell", "gb200": "Blackwell", "gb300": "Blackwell",
 }  # fmt: skip
 _SMALL_STEP_S = 0.5
-_FEWEST_PAIRS = 5
-# Student's t at 95 % on one side, by pairs: 90 % of rows like these lie inside.
-_STUDENT = ((5, 2.02), (6, 1.94), (8, 1.86), (10, 1.81), (15, 1.75), (20, 1.72), (30, 1.70),
+_FEWEST_SOURCES = 5
+_FRESH_MONTHS = 6
+_ASSUMED = 0.15  # that a rate may be off which nobody measured on that GPU
+# Student's t at 95 % on one side, by sources less one: 90 % of new sources lie inside.
+_STUDENT = ((1, 6.31), (2, 2.92), (3, 2.35), (4, 2.13), (5, 2.02), (6, 1.94), (8, 1.86),
+            (10, 1.81), (15, 1.75), (20, 1.72), (30, 1.70),
             (60, 1.67), (math.inf, 1.645))  # fmt: skip
 
 
 def kinds_of(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, time_s: float
 ) -> tuple[str, ...]:
-    """Return keys of the table, from the rows most like a run of ``time_s`` to all of its kind."""
+    """Return keys of the table, from the rows most like a run of ``time_s`` to all rows."""
     gpu = device.gpu or device.name.partition("-")[0]
+    precision = "NVFP4" if plan.dtype == "nvfp4" else "FP8" if plan.dtype in NARROW else "16 bits"
     parts = (
-        "dense" if model.experts is None else "experts",
-        _GENERATIONS.get(gpu, "other"),
-        "narrow" if plan.dtype in NARROW else "16 bits",
+        "adapters" if model.adapters else "dense" if model.experts is None else "experts",
+        device.framework if device.framework == "Megatron" else "another framework",
+        precision,
+        _GENERATIONS.get(gpu, "another GPU"),
         "small steps" if time_s < _SMALL_STEP_S else "steps",
     )
-    return tuple(", ".join(parts[:count]) for count in range(len(parts), 0, -1))
+    keys = [", ".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return (*keys, "all")
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,14 @@ class ErrorBar:
         share: Measured lies between predicted / (1 + share) and predicted x (1 + share).
         plan_share: The same of the ratio of two plans of one job, whose common error cancels.
         count: Rows that say so.
+        sources: Independent sources of these rows.
         like: What those rows have in common, and what of the run none of them has.
     """
 
     share: float
     plan_share: float
     count: int
+    sources: int
     like: str
 
     def interval_s(self, time_s: float) -> tuple[float, float]:
@@ -81,6 +91,26 @@ def _table() -> dict[str, dict[str, float]]:
     text = (files("fivefold.strategy") / "residuals.json").read_text()
     table: dict[str, dict[str, float]] = json.loads(text)["groups"]
     return table
+
+
+def _quantile(freedom: float) -> float:
+    return next(t for most, t in _STUDENT if freedom <= most)
+
+
+def spread_of(table: Mapping[str, Mapping[str, float]], keys: Sequence[str]) -> tuple[float, str]:
+    """Return the error that nine of ten new rows stay under, in ln, and the key it is of.
+
+    Five sources at least say it; a kind that fewer have seen is as wide as these have been, and one
+    that none has seen is wider by as much as sources differ.
+    """
+    place = next(
+        i for i, key in enumerate(keys) if table.get(key, {}).get("sources", 0) >= _FEWEST_SOURCES
+    )
+    found = table[keys[place]]
+    sigma = max(table[key]["error"] for key in keys[: place + 1] if key in table)
+    if keys[0] not in table:
+        sigma = math.hypot(sigma, found["between_sources"])
+    return _quantile(found["sources"] - 1) * sigma, keys[place]
 
 
 def error_bar(
@@ -102,23 +132,53 @@ def error_bar(
         True
     """
     require_number("time_s", time_s, positive=True, hint="the predicted seconds of an iteration")
-    keys = kinds_of(model, device, plan, time_s=time_s)
-    table = _table()
-    key = next(
-        (key for key in keys if table.get(key, {}).get("pairs", 0) >= _FEWEST_PAIRS), keys[-1]
-    )
+    keys, table = kinds_of(model, device, plan, time_s=time_s), _table()
+    error, key = spread_of(table, keys)
     found = table[key]
-    count = int(found["count"])
-    times = next(t for most, t in _STUDENT if found["pairs"] <= most)
-    error, between = (times * found[name] for name in ("error", "between_plans"))
+    sources = dict(device.sources)
+    if sources.get("gemm_efficiency", "").startswith(("assumed", "as ")):
+        error = math.hypot(error, _quantile(math.inf) * _ASSUMED)
     # Two rows of one pair differ by both their errors, and never by more than strangers do.
+    between = _quantile(found["pairs"]) * found["between_plans"]
     between = min(between, error) * math.sqrt(2.0)
     share = math.expm1(min(between, error) if device.anchor != 1.0 else error)
     # What of a run none of the table's rows has.
-    unseen = (("adapters", model.adapters), ("layers of Mamba", model.mamba),
-              ("Muon", plan.optimizer == "muon"))  # fmt: skip
-    like = "; ".join([key, *(f"none with {what}" for what, has in unseen if has)])
-    return ErrorBar(share=share, plan_share=math.expm1(between), count=count, like=like)
+    unseen = next((known for known in reversed(keys) if known not in table), None)
+    words = [key]
+    if unseen is not None:
+        words.append(f"none is of {unseen}")
+    words += ["none with Muon"] * (plan.optimizer == "muon")
+    return ErrorBar(
+        share=share, plan_share=math.expm1(between), count=int(found["rows"]),
+        sources=int(found["sources"]), like="; ".join(words),
+    )  # fmt: skip
+
+
+def release_warning(device: DeviceSpec, *, today: dt.date) -> str | None:
+    """Return what is to be said of a software release that is over six months old; None: nothing.
+
+    Examples:
+        >>> from fivefold.strategy import load_cluster
+        >>> import datetime as dt
+        >>> device = load_cluster("gb200-bridge").device
+        >>> print(release_warning(device, today=dt.date(2026, 11, 28)))
+        megatron-bridge-26.02 is of 2026-03, 8 months ago: newer software may be faster; known is \
+megatron-bridge-26.06, behind an @ in the cluster's name
+    """
+    if not device.released:
+        return None
+    year, month = map(int, device.released.split("-"))
+    months = 12 * (today.year - year) + today.month - month
+    if months <= _FRESH_MONTHS:
+        return None
+    family = device.stack.rpartition("-")[0]
+    newer = [name for name in named_stacks() if name.rpartition("-")[0] == family]
+    said = (
+        f"{device.stack} is of {device.released}, {months} months ago: newer software may be faster"
+    )
+    if newer and newer[-1] > device.stack:
+        said += f"; known is {newer[-1]}, behind an @ in the cluster's name"
+    return said
 
 
 _EFFICIENCIES = (
