@@ -105,6 +105,9 @@ def test_programs_and_recipes(tmp_path):
     path.write_text(f"torchrun pretrain_gpt.py {words}\n")
     read = check_recipe(path, CLUSTER)
     assert read.prediction.plan.shared_overlap
+    words = " ".join([*megatron_flags(MODEL, beside()), "--vocab-size 32000 --nproc-per-node 8"])
+    path.write_text(f"torchrun --nnodes 8 pretrain_gpt.py {words}\n")
+    assert check_recipe(path, CLUSTER).prediction.plan.expert_overlap
     assert read.model.experts.shared_ffn == 2048
     table = tomllib.loads(trainer_config(MODEL, ParallelPlan(global_batch=8, data=8)))
     assert table["model"]["moe"]["shared"] == 2

@@ -93,11 +93,17 @@ def read_megatron(told: Told) -> Recipe:
     if told.on("sequence_parallel") and tensor == 1:
         told.describe("sequence_parallel", "switched off: it splits over more than one tensor rank")
     split_experts = told.whole("expert_tensor_parallel_size", default=tensor)
+    shared = told.on("moe_shared_expert_overlap") and degrees["expert"] > 1
+    shared = shared and model.experts is not None and model.experts.shared_ffn > 0
+    beside = told.on("overlap_moe_expert_parallel_comm") and degrees["expert"] > 1 and not shared
+    beside = beside and recompute != "full" and (degrees["pipeline"] == 1 or interleaved)
+    if beside:
+        why = "layers of two micro-batches are kept at a time"
+        told.unpriced("overlap_moe_expert_parallel_comm", why, memory=(1.0, 1.2))
     plan = ParallelPlan(
         global_batch=whole, micro_batch=micro, data=data, **degrees,
         expert_tensor=1 if split_experts == 1 < tensor and model.experts else None,
-        shared_overlap=told.on("moe_shared_expert_overlap") and degrees["expert"] > 1
-        and model.experts is not None and model.experts.shared_ffn > 0,
+        shared_overlap=shared, expert_overlap=beside,
         virtual=virtual if interleaved else 1,
         schedule="interleaved" if interleaved else "1f1b",
         zero=zero, shard=_shard(told, data * degrees["context"], zero),
@@ -604,7 +610,8 @@ def _experts(told: Told, layers: int, inner: int, pattern: str) -> MixtureOfExpe
         told.idle("the model has no experts", "moe_layer_freq", "moe_router_topk",
                   "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
                   "moe_router_num_groups", "moe_router_group_topk",
-                  "expert_tensor_parallel_size", "moe_shared_expert_overlap")  # fmt: skip
+                  "expert_tensor_parallel_size", "moe_shared_expert_overlap",
+                  "overlap_moe_expert_parallel_comm")  # fmt: skip
         return None
     dense, every = (0, 1) if pattern else _expert_layers(told, layers)
     groups = told.whole("moe_router_num_groups", default=1)
