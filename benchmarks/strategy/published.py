@@ -22,6 +22,7 @@ from benchmarks.strategy._calibration import fit_constants, with_constants
 from benchmarks.strategy._orders import MeasuredPlan, order_rows
 from benchmarks.strategy._rows import TABLES, Row, predict, read_table, read_vtrain
 from benchmarks.strategy._shapes import collective_rows, scaling_rows
+from benchmarks.strategy._sourced_rows import source_rows
 from benchmarks.strategy.recent import committed_refusals, judge_rows
 from fivefold.strategy import Cluster, evaluate_plan, load_cluster
 
@@ -241,6 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vtrain", type=Path, help="folder with vTrain's ground truth")
     parser.add_argument("--rows", type=Path, help="folder with public rows outside the project")
+    parser.add_argument("--sources", type=Path, help="folder with public rows by source")
     arguments = parser.parse_args()
     lines = table_rows("megatron_sc21", "Megatron SC'21, table 1", target=6.0)
     lines += table_rows("megatron_zero3", "Megatron SC'21, table 2, PTD", only="a100-megatron")
@@ -255,6 +257,7 @@ def main() -> None:
     lines += table_rows("llmfoundry_h100", "llm-foundry H100")
     lines += table_rows("llmfoundry_a100", "llm-foundry A100")
     lines += table_rows("megatron_bridge", "Megatron-Bridge H100")
+    lines += table_rows("megatron_bridge_2026", "Megatron-Bridge 26.04 to 26.08", target=12.0)
     lines += table_rows("single_points", "single points")
     lines += table_rows("zero_fsdp", "ZeRO and FSDP, nothing fitted")
     lines += collective_rows() + scaling_rows()
@@ -265,8 +268,12 @@ def main() -> None:
     lines += committed_orders() + committed_refusals()
     if arguments.rows is not None:
         lines += judge_rows(arguments.rows)
+    if arguments.sources is not None:
+        lines += source_rows(arguments.sources)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    command = "python -m benchmarks.strategy.published --vtrain FOLDER --rows FOLDER"
+    command = (
+        "python -m benchmarks.strategy.published --vtrain FOLDER --rows FOLDER --sources FOLDER"
+    )
     write_results(RESULTS, topic="strategy/published", rows=lines, command=command)
 
 
