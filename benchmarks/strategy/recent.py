@@ -166,6 +166,7 @@ class _Residual:
 
     kinds: tuple[str, ...]
     error: float
+    gpus: int
     source: str
     pair: str
     fitted: tuple[str, ...] = ()
@@ -209,7 +210,7 @@ def left_out_rows(folder: Path) -> list[BenchmarkRow]:
         table = _table_of([one for one in found if one.source != source])
         for one in found:
             if one.source == source:
-                fits = abs(one.error) <= spread_of(table, one.kinds)[0]
+                fits = abs(one.error) <= spread_of(table, one.kinds, num_gpus=one.gpus)[0]
                 for name in ("all", one.kinds[-2], one.kinds[-4].split(", ")[-1]):
                     inside.setdefault(name, []).append(fits)
     sources = len({one.source for one in found})
@@ -234,7 +235,7 @@ def _fitted_residuals(folder: Path) -> list[_Residual]:
         fitted = (device.gpu, plan.dtype, stack) if one.model.experts is None else ()
         found.append(
             _Residual(kinds_of(one.model, device, plan, time_s=predicted[0]),
-                      math.log(predicted[0] / one.measured_s), one.case.split()[0],
+                      math.log(predicted[0] / one.measured_s), plan.num_gpus, one.case.split()[0],
                       f"{one.model.hidden} {one.model.num_layers} {device.gpu}", fitted)
         )  # fmt: skip
     return found
@@ -258,7 +259,8 @@ def _committed_residuals() -> list[_Residual]:
         kinds = kinds_of(row.model, cluster.device, row.plans[0], time_s=time_s)
         pair = f"{row.model.hidden} {row.model.num_layers} {row.cluster}"
         source = row.source or (row.case if table == "single_points" else table)
-        found.append(_Residual(kinds, math.log(time_s / row.measured_s), source, pair))
+        error = math.log(time_s / row.measured_s)
+        found.append(_Residual(kinds, error, row.plans[0].num_gpus, source, pair))
     return found
 
 
@@ -275,6 +277,7 @@ def _spread(rows: list[_Residual]) -> dict[str, float]:
     numbers = {"error": math.sqrt(whole), "between_sources": between,
                "between_plans": math.sqrt(left / max(len(rows) - len(pairs), 1))}  # fmt: skip
     return {"rows": len(rows), "sources": len(sources), "pairs": len(pairs),
+            "gpus": max(one.gpus for one in rows),
             **{name: round(value, 4) for name, value in numbers.items()}}  # fmt: skip
 
 

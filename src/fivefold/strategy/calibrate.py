@@ -35,6 +35,7 @@ _GENERATIONS = {
 _SMALL_STEP_S = 0.5
 _FEWEST_SOURCES = 5
 _FRESH_MONTHS = 6
+_PER_DOUBLING = 0.08  # DeepSeek-V3 keeps 0.59 of its rate from 512 to 8,192 GPUs, 0.92 is predicted
 _ASSUMED = 0.15  # that a rate may be off which nobody measured on that GPU
 # Student's t at 95 % on one side, by sources less one: 90 % of new sources lie inside.
 _STUDENT = ((1, 6.31), (2, 2.92), (3, 2.35), (4, 2.13), (5, 2.02), (6, 1.94), (8, 1.86),
@@ -97,11 +98,14 @@ def _quantile(freedom: float) -> float:
     return next(t for most, t in _STUDENT if freedom <= most)
 
 
-def spread_of(table: Mapping[str, Mapping[str, float]], keys: Sequence[str]) -> tuple[float, str]:
+def spread_of(
+    table: Mapping[str, Mapping[str, float]], keys: Sequence[str], *, num_gpus: int
+) -> tuple[float, str]:
     """Return the error that nine of ten new rows stay under, in ln, and the key it is of.
 
     Five sources at least say it; a kind that fewer have seen is as wide as these have been, and one
-    that none has seen is wider by as much as sources differ.
+    that none has seen is wider by as much as sources differ; so is a run on more GPUs than any row,
+    by each doubling.
     """
     place = next(
         i for i, key in enumerate(keys) if table.get(key, {}).get("sources", 0) >= _FEWEST_SOURCES
@@ -110,6 +114,8 @@ def spread_of(table: Mapping[str, Mapping[str, float]], keys: Sequence[str]) -> 
     sigma = max(table[key]["error"] for key in keys[: place + 1] if key in table)
     if keys[0] not in table:
         sigma = math.hypot(sigma, found["between_sources"])
+    doublings = max(math.log2(num_gpus / found["gpus"]), 0.0)
+    sigma = math.hypot(sigma, _PER_DOUBLING * doublings)
     return _quantile(found["sources"] - 1) * sigma, keys[place]
 
 
@@ -133,7 +139,7 @@ def error_bar(
     """
     require_number("time_s", time_s, positive=True, hint="the predicted seconds of an iteration")
     keys, table = kinds_of(model, device, plan, time_s=time_s), _table()
-    error, key = spread_of(table, keys)
+    error, key = spread_of(table, keys, num_gpus=plan.num_gpus)
     found = table[key]
     sources = dict(device.sources)
     if sources.get("gemm_efficiency", "").startswith(("assumed", "as ")):
@@ -147,6 +153,8 @@ def error_bar(
     words = [key]
     if unseen is not None:
         words.append(f"none is of {unseen}")
+    if plan.num_gpus > found["gpus"]:
+        words.append(f"none has more than {int(found['gpus']):,} GPUs")
     words += ["none with Muon"] * (plan.optimizer == "muon")
     return ErrorBar(
         share=share, plan_share=math.expm1(between), count=int(found["rows"]),
