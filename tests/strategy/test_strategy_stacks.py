@@ -300,3 +300,23 @@ def test_a_step_that_took_no_time_calibrates_nothing(name, wrong):
     model, plan = load_model("gpt3-1.3b"), ParallelPlan(global_batch=8)
     with pytest.raises(ConfigurationError, match="a step of 1 ranks took"):
         calibrated_device(load_cluster("cpu-lab"), model, plan, **times)
+
+
+def test_kernels_of_an_earlier_gpu_do_not_speed_up_with_the_peak():
+    """FlashAttention-2 on a B200 takes as long as on an H100, where cuDNN's attention is faster."""
+    times = {}
+    for stack in ("pytorch-2.11", "megatron-bridge-26.02"):
+        for base in ("h100-nemo", "b200-bridge"):
+            device = load_cluster(f"{base}@{stack}").device
+            device = dataclasses.replace(device, attention_efficiency=0.5)
+            model = load_model("llama3-8b", seq_len=131072)
+            plan = ParallelPlan(global_batch=1, recompute="full")
+            shorter = dataclasses.replace(model, seq_len=65536)
+            found = [
+                evaluate_plan(one, device, load_cluster(base).fabric, plan=plan).time_s
+                for one in (shorter, model)
+            ]
+            times[stack, base] = found[1] - 2 * found[0]  # what grows with the square: attention
+    ratio = {stack: times[stack, "h100-nemo"] / times[stack, "b200-bridge"] for stack, _ in times}
+    assert ratio["pytorch-2.11"] == pytest.approx(1.0, rel=0.03)
+    assert ratio["megatron-bridge-26.02"] > 1.8

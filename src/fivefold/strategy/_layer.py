@@ -335,7 +335,8 @@ class _Layer:
         device = self.device
         if device.fused_attention:
             seen = 0.5 if self.causal and device.causal_skips else 1.0
-            compute_s = seen * op.flops / (device.peak_flops * device.attention_efficiency)
+            rate = min(device.peak_flops * device.attention_efficiency, device.attention_flops)
+            compute_s = seen * op.flops / rate
             forward_s = max(compute_s, self._moved_s(op.moved_bytes))
             # Backward computes the scores again: five products instead of two, at a lower rate.
             backward_s = max(2.5 * compute_s / 0.85, self._moved_s(op.backward_moved_bytes))

@@ -36,6 +36,8 @@ class StackSpec:
         release: Its release.
         released: Year and month of that release, such as ``"2025-11"``.
         fused_attention: Attention never writes scores to memory (FlashAttention).
+        attention_flops: Most FLOPs per second of the attention kernels, on any GPU: those that
+            were written for an earlier one do not use what a newer one has.
         causal_skips: The attention kernel skips what the mask hides.
         recompute_stops_early: Full recomputation of a layer ends with the input of its last
             product, as PyTorch's checkpoints that are not reentrant do; Megatron-LM's repeat all.
@@ -113,6 +115,7 @@ class StackSpec:
     release: str = ""
     released: str = ""
     fused_attention: bool = False
+    attention_flops: float = 1e18
     causal_skips: bool = False
     recompute_stops_early: bool = False
     selective_drops: str = "scores"
