@@ -4,6 +4,8 @@ import dataclasses
 import tomllib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
 from fivefold.strategy import (
@@ -133,3 +135,40 @@ def test_what_cannot_be_is_refused():
             beside(**changes)
     with pytest.raises(ConfigurationError, match="needs a model with shared experts"):
         times(shared(dataclasses.replace(PLAN, expert=8)), load_model("mixtral-8x7b"))
+
+
+@given(
+    rate=st.floats(1.05, 50.0),
+    expert=st.sampled_from([2, 8, 32]),
+    micro_batch=st.sampled_from([1, 4]),
+    dtype=st.sampled_from(["bf16", "fp8", "mxfp8"]),
+    schedule=st.sampled_from(["1f1b", "dualpipe", "interleaved"]),
+)
+def test_hidden_or_not_a_slower_link_never_makes_an_exchange_cheaper(
+    rate, expert, micro_batch, dtype, schedule
+):
+    """Also where the host is what a layer waits for, which an exchange fills."""
+    stages = 1 if schedule == "1f1b" else 4
+    plan = ParallelPlan(
+        global_batch=1024, micro_batch=micro_batch, data=32, pipeline=stages, expert=expert,
+        dtype=dtype, schedule=schedule, virtual=2 if schedule == "interleaved" else 1,
+        expert_overlap=schedule != "dualpipe",
+    )  # fmt: skip
+    cluster = load_cluster("h100-bridge")
+    model = dataclasses.replace(load_model("qwen3-30b-a3b"), num_layers=48)
+    slower = dataclasses.replace(
+        cluster.fabric,
+        tiers=tuple(
+            dataclasses.replace(tier, bandwidth_bytes_per_s=tier.bandwidth_bytes_per_s / rate)
+            for tier in cluster.fabric.tiers
+        ),
+    )
+    device = dataclasses.replace(cluster.device, peak_flops_fp4=0.0)
+    usual, late = (
+        evaluate_plan(model, device, fabric, plan=plan).time_s
+        for fabric in (cluster.fabric, slower)
+    )
+    assert late >= usual * (1 - 1e-9)
+    if schedule != "dualpipe":
+        plain = dataclasses.replace(plan, expert_overlap=False)
+        assert usual <= evaluate_plan(model, device, cluster.fabric, plan=plain).time_s * (1 + 1e-9)

@@ -163,7 +163,7 @@ def test_a_graph_of_the_whole_iteration_takes_the_host_out_of_the_way():
     ).time_s  # fmt: skip
 
 
-def test_releases_after_2602_are_predicted_within_a_sixth_on_the_mean():
+def test_releases_after_2602_are_predicted_within_nine_percent_but_for_gpt_oss():
     """Nothing was fitted to them: experts, adapters, NVFP4 and four device generations."""
     errors = {"26.04": [], "26.06": []}
     for row in read_table("megatron_bridge_2026"):
@@ -195,7 +195,7 @@ def test_each_parameter_by_itself_over_all_ranks_costs_more_the_more_there_are()
 
 def test_a_rack_of_72_gives_as_many_gpus_as_the_job_divides_into(tmp_path):
     fabric = load_cluster("gb200-bridge").fabric
-    units = {36: 72, 64: 72, 72: 72, 96: 48, 128: 64, 144: 72, 256: 64, 1152: 72}
+    units = {36: 72, 64: 72, 72: 72, 96: 48, 128: 64, 144: 72, 148: 72, 256: 64, 1152: 72, 8192: 64}
     assert {gpus: fabric.packed(gpus).gpus_per_node for gpus in units} == units
     own = tmp_path / "own.toml"
     own.write_text('base = "gb200-bridge"\ngpus_per_node = 72\n')

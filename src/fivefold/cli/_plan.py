@@ -553,7 +553,7 @@ def _found(job: Job, cluster: Cluster, *, top: int, front: bool, target: str | N
         return FoundPlans(job=job, cluster=cluster, best=(best,))
     space, most = job.space, top
     if target is not None:
-        space = space_of_target(space, target, gpus_per_node=cluster.fabric.gpus_per_node)
+        space = space_of_target(space, target, gpus_per_node=cluster.fabric.gpus_per_host)
         most = max(top, _LOOKED_AT)
     found = search_plans(
         job.model, cluster.device, cluster.fabric, space=space, top=most, front=front

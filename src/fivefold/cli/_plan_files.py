@@ -253,7 +253,7 @@ def runnable(
     model, plan = planned.job.model, best.plan
     if target is None:
         return plan_to_toml(plan)
-    per_node = cluster.fabric.gpus_per_node
+    per_node = cluster.fabric.gpus_per_host
     if target == "torchtitan":
         return torchtitan_config(model, plan, base=base)
     if target == "megatron":

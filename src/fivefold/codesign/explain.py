@@ -287,7 +287,7 @@ def _schedules(asked: _Question) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _local_updates(asked: _Question) -> Iterator[Change]:
     """Yield the smallest tau that hides the gradients, or the best of those that fit."""
-    plan, node = asked.plan, asked.cluster.fabric.gpus_per_node
+    plan, node = asked.plan, asked.cluster.fabric.gpus_per_host
     if plan.data * plan.context == 1 or plan.tau > 1:
         return
     # The data-parallel ranks of a node may share the states of one worker.

@@ -47,7 +47,7 @@ class LayerCost:
         context_s: Exposed context communication in it.
         expert_s: Exposed exchange of tokens in it.
         recompute_s: Recomputation in it, without the communication that it repeats.
-        host_s: Least of the three together, at which the host can issue their kernels.
+        alone_s: The three together where tokens are exchanged in no time.
         stored_bytes: Kept between forward and backward.
         working_bytes: Needed in addition while one layer is recomputed.
     """
@@ -59,7 +59,7 @@ class LayerCost:
     context_s: float = 0.0
     expert_s: float = 0.0
     recompute_s: float = 0.0
-    host_s: float = 0.0
+    alone_s: float = 0.0
     stored_bytes: float = 0.0
     working_bytes: float = 0.0
 
@@ -154,9 +154,15 @@ class _Layer:
 
     def cost(self) -> LayerCost:
         """Return the times."""
+        exchange = self._exchange()
+        cost = self._cost(exchange)
+        alone = self._cost(np.zeros(3)) if exchange.any() else cost
+        return dataclasses.replace(cost, alone_s=alone.forward_s + alone.input_s + alone.weight_s)
+
+    def _cost(self, exchange: Floats) -> LayerCost:
         device, shape = self.device, self.shape
         total, products = self._sum(lambda _: True), self._sum(lambda op: op.kind == "gemm")
-        tensor, context, exchange = self._tensor(products), self._context(), self._exchange()
+        tensor, context = self._tensor(products), self._context()
         before_s, before_floor_s = self._before_experts()
         floor_s, backward_floor_s = (self._host_s(self.operators, each) for each in (1, 2))
         sent = tensor + context + exchange
@@ -182,7 +188,6 @@ class _Layer:
             context_s=repeated * context[0] + context[1],
             expert_s=repeated * exchange[0] + exchange[1],
             recompute_s=max(recompute_s - (repeated - 1.0) * sent[0], 0.0),
-            host_s=repeated * floor_s + backward_floor_s,
         )
 
     def is_dropped(self, op: Operator) -> bool:

@@ -15,6 +15,7 @@ import datetime as dt
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -23,7 +24,7 @@ from fivefold.collectives.pricing import FabricSpec, Group, collective_time_s
 from fivefold.errors import ConfigurationError, DataError, require_number
 from fivefold.measured import consistent_times_s
 from fivefold.strategy._operators import NARROW
-from fivefold.strategy.cluster import Cluster, DeviceSpec, named_stacks
+from fivefold.strategy.cluster import Cluster, DeviceSpec, named_stacks, stack_of
 from fivefold.strategy.cost import evaluate_plan
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
@@ -107,9 +108,10 @@ def spread_of(
     that none has seen is wider by as much as sources differ; so is a run on more GPUs than any row,
     by each doubling.
     """
-    place = next(
+    enough = (
         i for i, key in enumerate(keys) if table.get(key, {}).get("sources", 0) >= _FEWEST_SOURCES
     )
+    place = next(enough, len(keys) - 1)
     found = table[keys[place]]
     sigma = max(table[key]["error"] for key in keys[: place + 1] if key in table)
     if keys[0] not in table:
@@ -173,18 +175,20 @@ def release_warning(device: DeviceSpec, *, today: dt.date) -> str | None:
         megatron-bridge-26.02 is of 2026-03, 8 months ago: newer software may be faster; known is \
 megatron-bridge-26.06, behind an @ in the cluster's name
     """
-    if not device.released:
+    if re.fullmatch(r"\d{4}-\d{2}", device.released) is None:
         return None
     year, month = map(int, device.released.split("-"))
     months = 12 * (today.year - year) + today.month - month
     if months <= _FRESH_MONTHS:
         return None
     family = device.stack.rpartition("-")[0]
-    newer = [name for name in named_stacks() if name.rpartition("-")[0] == family]
+    dated = {name: stack_of(name).released for name in named_stacks()}
+    newer = [name for name in dated if name.rpartition("-")[0] == family]
+    newer = [name for name in newer if dated[name] > device.released]
     said = (
         f"{device.stack} is of {device.released}, {months} months ago: newer software may be faster"
     )
-    if newer and newer[-1] > device.stack:
+    if newer:
         said += f"; known is {newer[-1]}, behind an @ in the cluster's name"
     return said
 

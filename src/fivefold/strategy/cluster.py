@@ -318,6 +318,7 @@ def _known_text(name: str) -> str:
 
 def is_named_cluster(name: str) -> bool:
     """Return whether a name is that of a known pair of GPU and stack, or was it before."""
+    name = name.partition("@")[0]
     return name in named_clusters() or name in _formerly()
 
 
@@ -373,11 +374,14 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
         message = f"the base of {bases[-1]} is {source}, which is made from it"
         raise ConfigurationError(message, hint="name another base, such as 'h100-nemo'")
     bases = (*bases, str(source))
-    known, _, stack = str(source).partition("@")
-    if stack:  # a known cluster with another release of its software
-        named = {"base": known, "stack": stack}
-        return _cluster(named, name=known.partition(":")[0], bases=bases, folder=Path())
-    known, _, count = known.partition(":")
+    known, _, stack = str(source).rpartition("@")
+    if is_named_cluster(known.partition(":")[0]) or known.endswith(".toml"):
+        # A cluster with another release of its software.
+        stack, _, count = stack.partition(":")
+        named = {"base": f"{known}:{count}" if count else known, "stack": stack}
+        name = f"{Path(known.partition(':')[0]).stem}@{stack}"
+        return _cluster(named, name=name, bases=bases, folder=Path())
+    known, _, count = str(source).partition(":")
     if known in _formerly():
         new, old = _formerly()[known], known
         known = new
@@ -427,8 +431,10 @@ def _cluster(
         message = f"sources of {name!r} must be a table of texts; got {given!r:.60}"
         raise ConfigurationError(message, hint='write [sources] and key = "where it comes from"')
     stack, stack_sources = _stack(str(table["stack"])) if "stack" in table else ({}, {})
-    sources = dict(fields.get("sources", ())) | stack_sources | given
-    fields |= stack | _own_device(table)
+    own = _own_device(table)
+    guesses = dict.fromkeys(own, "assumed: the file does not say where it comes from")
+    sources = dict(fields.get("sources", ())) | stack_sources | guesses | given
+    fields |= stack | own
     entries = table.get("tier", [])
     if not isinstance(entries, list):
         message = f"tier of {name!r} must be tables; got {entries!r:.60}"
@@ -542,6 +548,12 @@ def named_stacks() -> tuple[str, ...]:
     """
     found = [entry.name for entry in (files("fivefold.strategy") / "stacks").iterdir()]
     return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
+
+
+def stack_of(name: str) -> StackSpec:
+    """Return a known stack."""
+    spec: StackSpec = build_spec(StackSpec, _stack(name)[0], where=f"stack {name!r}")
+    return spec
 
 
 def _stack(name: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -394,6 +394,8 @@ def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
         buckets = columns.each * device.messages_per_layer
     buckets = np.where((t.data_overlap == 1) & (t.tau == 1), buckets, 1.0)
     start_s = columns.time_s("all_gather", np.full(len(t), 1.0), "shard")
+    if device.messages_per_layer:  # each is reduced over the copies of its share, too
+        start_s = start_s + columns.time_s("all_reduce", np.full(len(t), 1.0), "replica")
     return np.maximum(buckets - 1.0, 0.0) * start_s
 
 
@@ -427,12 +429,13 @@ def exchanging_layer(columns: Columns) -> dict[str, Floats]:
     if not (dual.any() or t.expert_overlap.any()):
         return layer
     whole_s = layer["forward_s"] + layer["input_s"] + layer["weight_s"]
-    left_s = exposed_s(
-        layer["expert_s"], whole_s - layer["expert_s"], slowdown=columns.device.overlap_slowdown
-    )
-    hidden_s = np.minimum(layer["expert_s"] - left_s, np.maximum(whole_s - layer["host_s"], 0.0))
-    # The first forwards of an iteration have no backward beside them, nor its last backwards.
-    alone = np.where(t.pipeline > 1, (1 - 1 / t.virtual) * t.pipeline, 1.0) / columns.micro_batches
+    # What it waits for the host it waits in either case: that was filled by the exchange before.
+    slowdown = columns.device.overlap_slowdown
+    beside_s = layer["alone_s"] + exposed_s(layer["expert_s"], layer["alone_s"], slowdown=slowdown)
+    hidden_s = np.maximum(whole_s - beside_s, 0.0)
+    # The first stage's first chunks have no backward beside them, nor its last backwards.
+    p, v = t.pipeline, t.virtual
+    alone = (2 * (p - 1) + (v - 1) * p + 1) / (v * columns.micro_batches)
     overlapped = np.where(t.expert_overlap == 1, 1.0 - np.minimum(alone, 1.0), 0.0)
     hidden_s = np.where(dual, 1.0, overlapped) * hidden_s
     return {

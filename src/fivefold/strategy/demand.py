@@ -92,7 +92,10 @@ def _layer_messages(
     for weight, kind in model.layer_kinds:
         for op in trained_operators(model, shape, kind):
             if op.message:
-                sizes[op.message] = sizes.get(op.message, 0.0) + weight * share * op.message_bytes
+                once = op.message == "expert" and shape.device.dispatches_once
+                copies = op.copies(plan.expert) if once else 1.0
+                size = weight * share * op.message_bytes * copies
+                sizes[op.message] = sizes.get(op.message, 0.0) + size
     if plan.tensor > 1 and plan.pipeline == 1 and not model.stages:
         head = trained_head(model, shape)
         sizes["tensor"] += sum(op.message_bytes for op in head) / segments

@@ -80,7 +80,7 @@ def search_plans(
 ) -> PlanSearchResult:  # fmt: skip
     """Find the fastest plans that fit in memory, with the stack's ``spare_memory`` left free.
 
-    Where no plan leaves that much, those that fit at all are looked at.
+    Where no plan leaves that much, the leanest of those that fit is taken.
 
     Args:
         model: What is trained.
@@ -117,12 +117,15 @@ def search_plans(
     found.run()
     if not found.plans and device.spare_memory:
         full = dataclasses.replace(device, spare_memory=0.0)
-        found = _Search(model, full, fabric, space, top=top, front=front, bounds=bounds)
+        found = _Search(model, full, fabric, space, top=top, front=True, bounds=bounds)
         found.run()
+        # The leanest: with more memory it is among those to choose from, so none gets slower.
+        found.plans = [min(found.front, key=lambda point: point[1])[2]] if found.front else []
     if not found.plans:
         _raise_no_fit(found)
     ruled_out, num_bounded = found.bounded, found.bounded.total()
-    ruled_out["memory: more than the device has"] += found.over
+    spare = ", less what is left free" if found.device.spare_memory else ""
+    ruled_out[f"memory: more than the device has{spare}"] += found.over
     if found.longer:
         ruled_out["tau: a shorter round hides its outer updates too"] = found.longer
     ruled_out.update({f"cannot run: {reason}": n for reason, n in found.impossible.items()})

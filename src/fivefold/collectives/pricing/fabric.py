@@ -22,6 +22,7 @@ Quote = Callable[[str, float], float]
 """Seconds of a collective of a job, from its kind and bytes: the price that layer 3 quotes."""
 
 
+_FULL = 0.6  # of a unit that a job takes at least, or units are filled one after the other
 _TIMES = ("base_s", "hop_s", "fill_s")
 _FACTORS = (
     "bandwidth_bytes_per_s",
@@ -145,11 +146,11 @@ class FabricSpec:
             return self
         shares = (
             num_gpus // units
-            for units in range(-(-num_gpus // unit.gpus), num_gpus // unit.tray + 1)
+            for units in range(-(-num_gpus // unit.gpus), int(num_gpus / (_FULL * unit.gpus)) + 1)
             if num_gpus % units == 0 and num_gpus // units % unit.tray == 0
         )
         share = next(shares, unit.gpus)
-        return replace(self, tiers=(replace(unit, gpus=share, tray=0), *self.tiers[1:]))
+        return replace(self, tiers=(replace(unit, gpus=share), *self.tiers[1:]))
 
     @functools.cached_property
     def merged(self) -> tuple[Tier, ...]:
@@ -165,6 +166,11 @@ class FabricSpec:
     def gpus_per_node(self) -> int:
         """GPUs that the innermost tier joins."""
         return self.merged[0].gpus
+
+    @property
+    def gpus_per_host(self) -> int:
+        """GPUs whose processes one host starts: those of a tray, where racks have trays."""
+        return self.tiers[0].tray or self.gpus_per_node
 
     @property
     def num_gpus(self) -> int:

@@ -180,7 +180,7 @@ def _gpus_said(told: Told) -> int:
         nodes = max(nodes - others, 1)
     each = told.whole("launch.gpus_per_node", "launch.nproc_per_node", default=0)
     if nodes and not each:
-        each = told.cluster.fabric.gpus_per_node
+        each = told.cluster.fabric.gpus_per_host
         told.assume("GPUs of a node", each, "as the cluster has")
     return each * max(nodes, 1)
 

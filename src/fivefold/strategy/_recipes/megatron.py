@@ -95,9 +95,15 @@ def read_megatron(told: Told) -> Recipe:
     split_experts = told.whole("expert_tensor_parallel_size", default=tensor)
     shared = told.on("moe_shared_expert_overlap") and degrees["expert"] > 1
     shared = shared and model.experts is not None and model.experts.shared_ffn > 0
-    beside = told.on("overlap_moe_expert_parallel_comm") and degrees["expert"] > 1 and not shared
-    beside = beside and recompute != "full" and (degrees["pipeline"] == 1 or interleaved)
+    beside = told.on("overlap_moe_expert_parallel_comm")
     if beside:
+        told.refuse_unless(
+            degrees["expert"] > 1 and not shared and recompute != "full"
+            and (degrees["pipeline"] == 1 or interleaved),
+            "overlap_moe_expert_parallel_comm is set",
+            "it wants expert parallelism, virtual stages where there are several, and neither full "
+            "recomputation nor moe_shared_expert_overlap",
+        )  # fmt: skip
         why = "layers of two micro-batches are kept at a time"
         told.unpriced("overlap_moe_expert_parallel_comm", why, memory=(1.0, 1.2))
     plan = ParallelPlan(
@@ -158,6 +164,7 @@ def _refuse(
     """Raise what Megatron-LM's own validation refuses."""
     expert, moe = degrees["expert"], model.experts
     unit, stages = data * micro, degrees["pipeline"]
+    fewer = told.on("decrease_batch_size_if_needed")  # the program rounds it down
     gpus = data * degrees["tensor"] * stages * degrees["context"]
     whole_split = stages * _expert_split(told, degrees)
     batch = f"global_batch_size={whole} is not a multiple of micro_batch_size x data-parallel ranks"
@@ -165,7 +172,11 @@ def _refuse(
     share = f"expert={expert} does not divide num_experts={moe and moe.num_experts}"
     none = "expert parallelism needs num_experts"
     rules = (
-        (whole % unit == 0, f"{batch} = {unit}", "every rank runs equally many micro-batches"),
+        (
+            whole % unit == 0 or (fewer and whole > unit),
+            f"{batch} = {unit}",
+            "every rank runs equally many micro-batches",
+        ),
         (expert == 1 or moe is not None, none, "give num_experts"),
         (moe is None or moe.num_experts % expert == 0, share, "each rank has whole experts"),
         (moe is None or gpus % whole_split == 0, dealt, "experts are dealt out over all ranks"),

@@ -278,7 +278,7 @@ class Told:
         """Return the processes of a node; 0 where nothing says so."""
         word = self.text("launch.nproc_per_node")
         if word in {"auto", "gpu"}:
-            each = self.cluster.fabric.gpus_per_node
+            each = self.cluster.fabric.gpus_per_host
             self.assume("GPUs of a node", each, f"nproc-per-node is {word}: as the cluster has")
             return each
         if word == "cpu":
@@ -315,7 +315,7 @@ class Told:
             message = f"the cluster's {self.cluster.num_gpus} GPUs are not a multiple of {split}"
             hint = "the recipe does not say how many GPUs: give a cluster of as many as it needs"
             raise UnknownError(message, hint=hint)
-        node = self.cluster.fabric.gpus_per_node
+        node = self.cluster.fabric.gpus_per_host
         least = math.lcm(split, node) if split > node else split * max(1, node // split)
         counts = range(least, _MOST_GPUS, least)
         found = next((count for count in counts if allows(count)), None)
