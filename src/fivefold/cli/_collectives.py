@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -60,6 +61,7 @@ with later():
     )
     from fivefold.collectives.lowering.program import MSCCL_TARGETS, can_run_in_place
     from fivefold.collectives.pricing.software import Software, software_of
+    from fivefold.collectives.pricing.tuner import TunerRule, nccl_tuner_rules, tuner_csv
     from fivefold.collectives.schedules import (
         Schedule,
         draw_schedule,
@@ -572,11 +574,64 @@ def _run(
     show_facts(facts | {"verdict": "right", "interpreted_s": took_s}, as_json=as_json)
 
 
+def _tune(
+    topology: TopologyArgument,
+    *,
+    output: Annotated[Path, output_option("The rules, as NCCL's example tuner plugin reads them.")],
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write which algorithm and protocol a stock NCCL should take, by size, for its tuner plugin.
+
+    Prints the rules of the group of all ranks with their predicted times, and how to load the file.
+    """
+    network, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
+    if reading is not None:
+        say_readings(reading)
+    require_writable(output)
+    rules = nccl_tuner_rules(network)
+    write_text(output, tuner_csv(network.name, rules))
+    environment = {
+        "NCCL_TUNER_PLUGIN": "libnccl-tuner-example.so",
+        "NCCL_TUNER_CONFIG_FILE": str(output.absolute()),
+    }
+    whole = [rule for rule in rules if rule.ranks == network.num_ranks]
+    if as_json:
+        facts = {
+            "output": str(output),
+            "environment": environment,
+            "rules": [dataclasses.asdict(rule) for rule in rules],
+        }
+        write_json(facts | ({} if reading is None else {"reading": reading.to_json()}))
+        return
+    show(
+        f"NCCL's choices on {network.name}, predicted: {output}",
+        _rules_table(whole),
+        "load it with " + " ".join(f"{name}={value}" for name, value in environment.items()),
+    )
+
+
+def _rules_table(rules: list[TunerRule]) -> DataTable:
+    """Return the first choice of each range of sizes: what follows it is for where it is not."""
+    first = {(rule.collective, rule.least_bytes): rule for rule in reversed(rules)}
+    return DataTable.of(
+        ("collective", "from", "algorithm", "protocol", "channels", "time there"),
+        [
+            (
+                rule.collective, format_bytes(rule.least_bytes), rule.algorithm, rule.protocol,
+                str(rule.channels), format_duration_s(rule.time_s),
+            )
+            for rule in reversed(first.values())
+        ],
+    )  # fmt: skip
+
+
 app = command_group(
     "collectives",
     help="Make, prove, draw, run and price the algorithms of collectives.",
     commands={
         "synthesize": _synthesize, "verify": _verify, "draw": _draw, "run": _run,
-        "bench": bench_algorithms,
+        "bench": bench_algorithms, "tune": _tune,
     },
 )  # fmt: skip

@@ -183,25 +183,33 @@ class _Rings:
         return filling
 
 
-def _gather_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
-    """Return all-gathers or reduce-scatters of one group each."""
+def _gather_s(
+    fabric: FabricSpec, *, size_bytes: Floats, groups: Groups, rooted: bool = False
+) -> Floats:
+    """Return all-gathers or reduce-scatters of one group each, or broadcasts along the ring."""
     ring = _Rings(fabric, groups)
     whole, size = ring.of(size_bytes), ring.size
-    moved = whole * (size - 1) / size
+    moved = whole if rooted else whole * (size - 1) / size
     time_s = ring.latency_s(tree=False) + moved / ring.rate + ring.filling_s(whole)
     return ring.slowest(time_s)
 
 
 def _all_reduce_s(
-    fabric: FabricSpec, *, size_bytes: Floats, groups: Groups, ends: bool = False
+    fabric: FabricSpec,
+    *,
+    size_bytes: Floats,
+    groups: Groups,
+    ends: bool = False,
+    by: str | None = None,
 ) -> Floats:
-    """Return all-reduces of one group each, or of its two ends, by ring or by tree."""
+    """Return all-reduces of one group each, or of its two ends: the faster of ring and tree."""
     ring = _Rings(fabric, groups, ends=ends)
     whole, size = ring.of(size_bytes), ring.size
     moved = 2.0 * whole * (size - 1) / size
     ring_s = 2.0 * ring.latency_s(tree=False) + moved / (ring.rate * ring.gain)
     tree_s = 2.0 * ring.latency_s(tree=True) + ring.tree_s(whole) / ring.gain
-    time_s = np.minimum(ring_s, tree_s) - ring.most("base_s") + ring.filling_s(whole)
+    fastest_s = {None: np.minimum(ring_s, tree_s), "ring": ring_s, "tree": tree_s}[by]
+    time_s = fastest_s - ring.most("base_s") + ring.filling_s(whole)
     return ring.slowest(time_s)
 
 
@@ -223,6 +231,9 @@ def _all_to_all_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> 
 _KINDS: Mapping[str, Callable[..., Floats]] = {
     "all_reduce": _all_reduce_s,
     "all_reduce_of_ends": functools.partial(_all_reduce_s, ends=True),
+    "all_reduce_by_ring": functools.partial(_all_reduce_s, by="ring"),
+    "all_reduce_by_tree": functools.partial(_all_reduce_s, by="tree"),
+    "broadcast": functools.partial(_gather_s, rooted=True),
     "all_gather": _gather_s,
     "reduce_scatter": _gather_s,
     "all_to_all": _all_to_all_s,
@@ -245,9 +256,11 @@ def collective_time_s(
 
     Args:
         fabric: The tiers.
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``,
-            ``"point_to_point"`` (the slowest pair of neighbours) or ``"all_reduce_of_ends"`` (of
-            the first and the last member alone, as for tied embeddings).
+        kind: ``"all_reduce"`` (the faster of ``"all_reduce_by_ring"`` and
+            ``"all_reduce_by_tree"``), ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"`` (down
+            the ring), ``"all_to_all"``, ``"point_to_point"`` (the slowest pair of neighbours) or
+            ``"all_reduce_of_ends"`` (of the first and the last member alone, as for tied
+            embeddings).
         size_bytes: As the collective counts it: the buffer, the gathered output, what one GPU
             holds before an exchange, the message. One number, or an array for ``Groups``.
         group: Who takes part.

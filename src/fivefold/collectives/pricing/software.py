@@ -109,33 +109,38 @@ class Software:
         Raises:
             ConfigurationError: Hosts differ in their number of ranks, or there is no such kind.
         """
+        group = Group(size=topology.num_ranks)
         return min(
-            collective_time_s(
-                _reached(topology, protocol), kind, size_bytes=size_bytes,
-                group=Group(size=topology.num_ranks),
-            )
-            for protocol in self.protocols
-        )  # fmt: skip
+            collective_time_s(fabric, kind, size_bytes=size_bytes, group=group)
+            for fabric in fabrics_reached(topology, self.protocols)
+        )
 
 
-def _reached(topology: Topology, protocol: Protocol) -> FabricSpec:
-    fabric = fabric_from_topology(
-        topology, efficiency=protocol.share, base_s=protocol.base_s, hop_s=0.0
-    )
+def fabrics_reached(topology: Topology, protocols: Iterable[Protocol]) -> list[FabricSpec]:
+    """Return the tiers of a topology as each protocol reaches them.
+
+    Raises:
+        ConfigurationError: Hosts differ in their number of ranks.
+    """
+    fabric = fabric_from_topology(topology, efficiency=1.0, base_s=0.0, hop_s=0.0)
     nodes = {node.name: node for node in topology.nodes}
     nvlinks = any(_is_nvlink(nodes[one.source], nodes[one.target]) for one in topology.links)
 
-    def as_reached(tier: Tier) -> Tier:
+    def as_reached(tier: Tier, protocol: Protocol) -> Tier:
         inside = tier.name == "node"
         step_s = protocol.inside_s if inside else protocol.across_s
         share = protocol.inside_share if inside and nvlinks else protocol.share
         # The library's time of a step has that of usual links in it.
-        return replace(tier, hop_s=max(tier.hop_s, step_s), efficiency=share)
+        step_s = max(tier.hop_s, step_s)
+        return replace(tier, hop_s=step_s, efficiency=share, base_s=protocol.base_s)
 
-    return replace(fabric, tiers=tuple(map(as_reached, fabric.tiers)))
+    return [
+        replace(fabric, tiers=tuple(as_reached(tier, protocol) for tier in fabric.tiers))
+        for protocol in protocols
+    ]
 
 
-def _protocols(
+def protocols_of(
     *rows: tuple[str, float, float, float, float], inside_share: float
 ) -> tuple[Protocol, ...]:
     """Return protocols from rows of name, share, and microseconds: base, inside, across."""
@@ -149,16 +154,16 @@ def _protocols(
 
 
 # NCCL counts 20 of the 25 GB/s of an NVLink (topo.h), and all that a network adapter says.
-_REACHED = 0.8
+NVLINK_SHARE = 0.8
 _ALL = (
     Software(
         key="nccl",
         name="NCCL 2.28",
-        protocols=_protocols(
+        protocols=protocols_of(
             ("LL", 0.5, 6.6, 0.6, 2.7),
             ("LL128", 0.92, 14.0, 1.9, 4.0),
             ("Simple", 1.0, 8.4, 3.4, 14.0),
-            inside_share=_REACHED,
+            inside_share=NVLINK_SHARE,
         ),
         source="NVIDIA/nccl, src/graph/tuning.cc: baseLatencies, hwLatencies of rings on NVLink "
         "and network; topo.h: 20 of 25 GB/s of an NVLink",
@@ -167,10 +172,10 @@ _ALL = (
     Software(
         key="rccl",
         name="RCCL of ROCm 6",
-        protocols=_protocols(
+        protocols=protocols_of(
             ("LL", 0.5, 12.0, 0.8, 9.5),
             ("Simple", 1.0, 17.0, 2.1, 25.0),
-            inside_share=_REACHED,
+            inside_share=NVLINK_SHARE,
         ),
         source="ROCm/rccl, src/graph/tuning.cc: baseLat, and hwLat of tuning_model_5 (rings on "
         "xGMI, and on the network LL's ring and Simple's tree); the share inside is NCCL's",
@@ -179,7 +184,7 @@ _ALL = (
     Software(
         key="gloo",
         name="gloo of PyTorch 2.13",
-        protocols=_protocols(("TCP", 1.0, 0.0, 60.0, 60.0), inside_share=1.0),
+        protocols=protocols_of(("TCP", 1.0, 0.0, 60.0, 60.0), inside_share=1.0),
         work_s=1.4e-4,
         shared_link_share=0.93,
         source="measured in the lab, by fivefold collectives bench",
