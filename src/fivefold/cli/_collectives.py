@@ -227,7 +227,7 @@ def algorithm_text(schedule: Schedule, output: Path, *, target: str, in_place: b
     if output.suffix == ".xml":
         return to_msccl_xml(lower(schedule, in_place=in_place), target=target)
     if output.name.endswith(".plan.json"):
-        return to_mscclpp_json(lower(schedule, queue_slots=None, in_place=in_place))
+        return to_mscclpp_json(schedule, in_place=in_place)
     return schedule.to_json()
 
 

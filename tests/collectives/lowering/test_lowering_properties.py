@@ -1,4 +1,4 @@
-# ruff: noqa: C901, S311, S314 - random schedules and machines in one piece; our own files
+# ruff: noqa: C901, PLR0912, PLR0915, S311, S314 - random schedules and machines in one piece; our own files
 """Programs of random schedules on random unequal networks, judged by interpreters of the files.
 
 The interpreters here know nothing of the library: they read the XML and the plan as text, run all
@@ -29,7 +29,8 @@ from fivefold.collectives.lowering.program import (
     ThreadBlock,
 )
 from fivefold.collectives.synthesis import synthesize
-from fivefold.network.topology import Link, Node, Topology
+from fivefold.errors import ConfigurationError, FivefoldError
+from fivefold.network.topology import Link, Node, Topology, named_topology
 from helpers.night import by_day
 
 NAMES = (
@@ -216,50 +217,119 @@ def run_xml(text, collective, *, slots, seed):
     require_outputs(cell, memory, outputs)
 
 
-def run_plan(text, collective, *, seed):
-    """Run an MSCCL++ plan: puts land at once, signals and semaphores are counted."""
+class Threads:
+    """What a block's threads may be at since they last met at a nop: nothing may depend on it."""
+
+    def __init__(self):
+        self.moving, self.told, self.read, self.written = False, False, set(), set()
+
+    def check(self, kind, reads, writes):
+        if kind == "nop":
+            self.__init__()
+        elif kind in ("wait", "sem_acquire"):
+            self.told = True
+        elif kind in ("signal", "sem_release", "pws", "pwsf"):
+            assert not any((self.told, self.moving)), f"{kind} before all threads are there"
+            self.told = kind == "pwsf"
+        else:
+            assert not self.told, f"{kind} before all threads know that they may"
+            assert self.written.isdisjoint(reads | writes)
+            assert self.read.isdisjoint(writes)
+            self.moving = True
+            self.read |= reads
+            self.written |= writes
+
+
+def run_plan(text, collective, *, seed, hosts=None):
+    """Run an MSCCL++ plan: puts through memory land at once, those of ports at any later time."""
     plan, numbers = json.loads(text), random.Random(seed)
     cell, memory, outputs = memory_of(collective, in_place=plan["inplace"])
     signals, semaphores, done = defaultdict(int), defaultdict(int), defaultdict(int)
+    threads, posted = defaultdict(Threads), defaultdict(deque)
     gpus = {gpu["id"]: gpu for gpu in plan["gpus"]}
 
-    def end_of(rank, number):
-        """The channel's peer, and which of the channels between the two it is."""
-        peers = gpus[rank]["channels"][0]["connected_to"]
-        return peers[number], peers[:number].count(peers[number])
+    def end_of(rank, block, operation):
+        """The channel's peer, and which of the channels of its type between the two it is."""
+        kind = operation["channel_type"]
+        [own] = [one for one in block["channels"] if one["channel_type"] == kind]
+        [all_of] = [one for one in gpus[rank]["channels"] if one["channel_type"] == kind]
+        peers, number = all_of["connected_to"], own["channel_ids"][operation["channel_ids"][0]]
+        peer = peers[number]
+        assert hosts is None or (hosts[rank] != hosts[peer]) == (kind == "port")
+        return peer, kind, peers[:number].count(peer)
+
+    def cells_of(rank, block, kind, chunk):
+        if "buffer_id" not in chunk:
+            there, buffer = rank, chunk["type"]
+        else:
+            [listed] = block["remote_buffer_refs"]
+            assert listed["access_channel_type"] == kind
+            number = listed["remote_buffer_ids"][chunk["buffer_id"]]
+            remote = gpus[rank]["remote_buffers"][number]
+            assert kind in remote["access_channel_types"]
+            there, buffer = remote["rank"], remote["type"]
+        return [cell(there, buffer, chunk["index"] + at) for at in range(chunk["size"])]
+
+    def put(sources, targets):
+        for source, target in zip(sources, targets, strict=True):
+            memory[target] = memory[source]
+
+    def deliver(key):
+        rank, peer, *which = key
+        put(*posted[key].popleft())
+        signals[rank, peer, *which] += 1
 
     def carry_out(rank, block, operation):
-        kind = operation["name"]
-        if kind in ("signal", "wait"):
-            number = block["channels"][0]["channel_ids"][operation["channel_ids"][0]]
-            peer, ordinal = end_of(rank, number)
-            if kind == "signal":
-                signals[rank, peer, ordinal] += 1
-            elif not signals[peer, rank, ordinal]:
+        kind, through = operation["name"], operation.get("channel_type")
+        sides = [operation.get(side, []) for side in ("src_buff", "dst_buff")]
+        sources, targets = (
+            [cells_of(rank, block, through, chunk) for chunk in side] for side in sides
+        )
+        if kind in ("signal", "wait", "pws", "pwsf"):
+            peer, *which = end_of(rank, block, operation)
+            if kind == "wait" and not signals[peer, rank, *which]:
                 return False
+            if kind == "wait":
+                signals[peer, rank, *which] -= 1
+            elif kind == "signal":
+                signals[rank, peer, *which] += 1
             else:
-                signals[peer, rank, ordinal] -= 1
+                key, again = (rank, peer, *which), (rank, block["id"], "flushing")
+                if not done[again]:
+                    assert len(sources) == len(targets) == 1
+                    posted[key].append((sources[0], targets[0]))
+                if kind == "pwsf":
+                    done[again] = bool(posted[key])
+                    if posted[key]:
+                        return False
         elif kind in ("sem_acquire", "sem_release"):
             key = (rank, operation["semaphore_ids"][0])
             if kind == "sem_acquire" and not semaphores[key]:
                 return False
             semaphores[key] += 1 if kind == "sem_release" else -1
-        elif kind != "nop":
-            target, sources = operation["dst_buff"][0], operation["src_buff"]
-            there, buffer = rank, target.get("type")
-            if kind == "put":
-                listed = block["remote_buffer_refs"][0]["remote_buffer_ids"]
-                remote = gpus[rank]["remote_buffers"][listed[target["buffer_id"]]]
-                there, buffer = remote["rank"], remote["type"]
-            assert kind in ("put", "copy", "re")
-            for at in range(target["size"]):
-                values = [memory[cell(rank, s["type"], s["index"] + at)] for s in sources]
-                assert kind == "re" or len(values) == 1
-                memory[cell(there, buffer, target["index"] + at)] = sum(values)
+        elif kind in ("copy", "put"):
+            assert len({chunk["type"] for chunk in sides[0]}) == 1 <= len(sources) <= 8
+            for source, target in zip(sources, targets, strict=True):
+                put(source, target)
+        elif kind in ("re", "res"):
+            assert len(sources) == 2
+            sums = [memory[a] + memory[b] for a, b in zip(*sources, strict=True)]
+            assert len(targets) == (1 if kind == "re" else 2)
+            for target in targets:
+                for at, value in zip(target, sums, strict=True):
+                    memory[at] = value
+        else:
+            assert kind == "nop"
+        flat = [{at for chunk in side for at in chunk} for side in (sources, targets)]
+        threads[rank, block["id"]].check(kind, *flat)
         return True
 
     left = [(rank, b) for rank, gpu in gpus.items() for b in gpu["threadblocks"] if b["ops"]]
     while left:
+        waiting = [key for key, messages in posted.items() if messages]
+        if waiting and numbers.random() < 0.3:
+            deliver(numbers.choice(waiting))
+            continue
         numbers.shuffle(left)
         moved = False
         for rank, block in left:
@@ -267,8 +337,12 @@ def run_plan(text, collective, *, seed):
                 done[rank, block["id"]] += 1
                 moved = True
                 break
-        assert moved, "deadlock"
+        if not moved:
+            waiting = [key for key, messages in posted.items() if messages]
+            assert waiting, "deadlock"
+            deliver(numbers.choice(waiting))
         left = [(rank, b) for rank, b in left if done[rank, b["id"]] < len(b["ops"])]
+    assert not any(posted.values()), "the kernel ends while its buffers are still being read"
     require_outputs(cell, memory, outputs)
 
 
@@ -286,9 +360,10 @@ def require_right(schedule, numbers, **options):
     for seed, slots in enumerate((2, 3, 4, 2)):
         run_xml(text, collective, slots=slots, seed=seed)
     if collective.name in PLANS:
-        plan = lowering.to_mscclpp_json(program, check_limits=False)
+        hosts = [numbers.randrange(2) for _ in range(collective.num_ranks)]
+        plan = lowering.to_mscclpp_json(program, hosts=hosts, check_limits=False)
         for seed in range(3):
-            run_plan(plan, collective, seed=seed)
+            run_plan(plan, collective, seed=seed, hosts=hosts)
 
 
 @by_day(20)
@@ -500,3 +575,68 @@ def test_a_plan_says_its_root():
         build_algorithm("ring", schedules.named_collective("broadcast", 3, root=1))
     )
     assert json.loads(lowering.to_mscclpp_json(program))["root"] == 1
+
+
+@given(seed=st.integers(0, 2**32))
+def test_plans_of_schedules_fit_and_cross_hosts(seed):
+    """A ring of 12 has 22 steps of five operations: several channels share them."""
+    numbers = random.Random(seed)
+    name = numbers.choice(("all_reduce", "all_gather", "reduce_scatter", "broadcast"))
+    ranks = numbers.randint(2, 6)
+    collective = schedules.named_collective(name, ranks, chunks=numbers.choice((None, 4)) or 2)
+    algorithm = numbers.choice(available_algorithms(collective))
+    try:
+        schedule = build_algorithm(algorithm, collective)
+    except FivefoldError:  # no hosts, no hierarchy
+        return
+    hosts = [rank // 2 for rank in range(ranks)]
+    text = lowering.to_mscclpp_json(schedule, in_place=numbers.random() < 0.5, hosts=hosts)
+    gpus = json.loads(text)["gpus"]
+    assert max(len(block["ops"]) for gpu in gpus for block in gpu["threadblocks"]) <= 64
+    run_plan(text, collective, seed=seed, hosts=hosts)
+
+
+@pytest.mark.parametrize("ranks", [12, 16])
+def test_a_long_block_is_dealt_over_channels(ranks):
+    schedule = build_algorithm("ring", schedules.named_collective("all_reduce", ranks))
+    text = lowering.to_mscclpp_json(schedule, in_place=True)
+    blocks = [len(gpu["threadblocks"]) for gpu in json.loads(text)["gpus"]]
+    assert blocks == [4] * ranks
+    run_plan(text, schedule.collective, seed=0)
+
+
+def test_hosts_of_the_topology_are_joined_by_ports():
+    network = named_topology("dgx_a100", boxes=2)
+    schedule = build_algorithm("hierarchical", schedules.all_reduce(16), network)
+    plan = json.loads(lowering.to_mscclpp_json(schedule))
+    for gpu in plan["gpus"]:
+        for group in gpu["channels"]:
+            apart = {peer // 8 != gpu["id"] // 8 for peer in group["connected_to"]}
+            assert apart == {group["channel_type"] == "port"}
+    names = {op["name"] for gpu in plan["gpus"] for b in gpu["threadblocks"] for op in b["ops"]}
+    assert {"pwsf", "put"} <= names
+    with pytest.raises(ConfigurationError, match="3 hosts for 16 ranks"):
+        lowering.to_mscclpp_json(schedule, hosts=[0, 0, 1])
+
+
+@pytest.mark.parametrize("damage", ["flush", "sync", "wait"])
+def test_the_interpreter_of_plans_finds_what_is_missing(damage):
+    schedule = build_algorithm("recursive_doubling", schedules.all_reduce(4))
+    hosts = [0, 0, 1, 1]
+    text = lowering.to_mscclpp_json(schedule, in_place=True, hosts=hosts)
+    plan = json.loads(text)
+    for gpu in plan["gpus"]:
+        for block in gpu["threadblocks"]:
+            if damage == "flush":
+                for operation in block["ops"]:
+                    operation["name"] = operation["name"].replace("pwsf", "pws")
+            gone = {"sync": "nop", "wait": "wait"}.get(damage)
+            block["ops"] = [one for one in block["ops"] if one["name"] != gone]
+    run_plan(text, schedule.collective, seed=1, hosts=hosts)
+
+    def damaged():
+        for seed in range(20):
+            run_plan(json.dumps(plan), schedule.collective, seed=seed, hosts=hosts)
+
+    with pytest.raises((AssertionError, KeyError)):
+        damaged()
