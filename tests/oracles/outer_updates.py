@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fivefold.optim._outer_optimizer import OuterOptimizer
-from fivefold.optim._rules import OuterRule
-from fivefold.optim._update import ConstantPenalty, GapPenalty
+from fivefold.optim import OuterOptimizer, OuterRule
+from fivefold.optim.penalties import ConstantPenalty, GapPenalty
 
 __all__ = ["ReferenceRun", "reference_run"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._metadata import MetadataReading
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._rules.base import OuterRule
 from fivefold.optim._state import EngineContext
 from fivefold.optim.auto_tau import TauController
 

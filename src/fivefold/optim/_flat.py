@@ -7,8 +7,8 @@ each boundary and never kept: user code may replace it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 
 import torch
@@ -47,6 +47,20 @@ class Piece:
     own_momentum: torch.Tensor | None = None  # v of the eager merge
     gradient: torch.Tensor | None = None  # D for an outer optimizer
     rest: torch.Tensor | None = None  # what the last write into 16-bit tensors rounded away
+    own: Mapping[str, torch.Tensor] = field(default_factory=dict)  # a rule's other buffers
+
+    @classmethod
+    def of(
+        cls,
+        buffers: Mapping[str, torch.Tensor],
+        *,
+        local: torch.Tensor,
+        scratch: torch.Tensor | None,
+    ) -> Piece:
+        """Return a piece of these buffers, by name."""
+        known = {name: buffer for name, buffer in buffers.items() if name in _KNOWN}
+        own = {name: buffer for name, buffer in buffers.items() if name not in _KNOWN}
+        return cls(local=local, scratch=scratch, own=own, **known)
 
     def apart(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return how far the anchor is from what the worker has: its pseudo-gradient."""
@@ -72,6 +86,9 @@ class Piece:
             self.local.add_(change)
         else:
             self.write(change.add_(self.rest).add_(self.local))
+
+
+_KNOWN = frozenset(each.name for each in fields(Piece)) - {"local", "scratch", "own"}
 
 
 class FlatGroup:
@@ -125,9 +142,9 @@ class FlatGroup:
 
     def forget_own_part(self) -> None:
         """Stand as a worker that has done nothing since the anchor."""
-        for name in ("sent", "own_momentum"):
-            if name in self.extras:
-                self.extras[name].zero_()
+        for name, buffer in self.extras.items():
+            if name in {"sent", "own_momentum"} or name not in _KNOWN:
+                buffer.zero_()
         for name in ("start", "value"):
             if name in self.extras:
                 self.extras[name].copy_(self.anchor)
@@ -199,13 +216,9 @@ class FlatGroup:
         scratch = None
         if self._scratch is not None and local.numel() <= self._scratch.numel():
             scratch = self._scratch[: local.numel()].view(shape)
-        return Piece(
-            anchor=self.anchor[start:stop].view(shape),
-            payload=self.payload[start:stop].view(shape),
-            local=local,
-            scratch=scratch,
-            **{name: buffer[start:stop].view(shape) for name, buffer in self.extras.items()},
-        )
+        buffers = {"anchor": self.anchor, "payload": self.payload} | self.extras
+        views = {name: buffer[start:stop].view(shape) for name, buffer in buffers.items()}
+        return Piece.of(views, local=local, scratch=scratch)
 
 
 def _batches(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

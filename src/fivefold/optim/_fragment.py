@@ -19,7 +19,13 @@ from fivefold.errors import CommunicationError
 from fivefold.optim._boundary_clock import BoundaryClock
 from fivefold.optim._flat import FlatGroup, Piece
 from fivefold.optim._frozen import FrozenTensors
-from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
+from fivefold.optim._merge import (
+    MERGES,
+    MergeTask,
+    merge_of,
+    merge_pieces,
+    outer_coefficients,
+)
 from fivefold.optim._metadata import (
     Metadata,
     MetadataReading,
@@ -29,7 +35,8 @@ from fivefold.optim._metadata import (
     require_equal,
     require_equal_inside,
 )
-from fivefold.optim._outer_optimizer import OuterOptimizer, OuterOptimizerStep
+from fivefold.optim._outer_optimizer import OuterOptimizerStep
+from fivefold.optim._rules.outer_optimizer import OuterOptimizer
 from fivefold.optim._schedule import Boundary, RoundSchedule
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import (
@@ -384,7 +391,7 @@ class Fragment:
         there = enumerate(zip(reading.hash, reading.weight, strict=True))
         hashes = {slot: int(h) for slot, (h, weight) in there if h or weight}
         apart = functools.partial(names_apart, self.names, self.groups, self._shared.transport)
-        alone = self._shared.rule.merge == "gradients"
+        alone = self._shared.rule.sends_gradients
         require_equal(hashes, round_number=round_number, apart=apart, of_gradients=alone)
         if reading.total_weight:
             own = reading.weight[rank] if reading.fits(self._shared.transport.world_size) else 0.0
@@ -503,7 +510,7 @@ class Fragment:
             resend=landed is not None and not landed.arrived,
             own_share=self._state.own_share,
         )
-        merge = MERGES["exact" if self._exact else rule.merge]
+        merge = MERGES["exact"] if self._exact else merge_of(rule)
         measured = merge_pieces(self._pieces(of=self.groups), task, merge=merge)
         if self._optimizer is not None and not self._exact:
             if coefficients is not None:

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fivefold.errors import ConfigurationError, require_whole
-from fivefold.optim._delayed_gradients import DelayedGradients, GradientFragment
+from fivefold.optim._delayed_gradients import GradientFragment
 from fivefold.optim._flat import FlatGroup, flat_groups
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._kept_apart import own_shares, plain_name
 from fivefold.optim._round_choice import most_fragments
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._rules.base import OuterRule
 from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import (
     RowShare,
@@ -35,28 +35,17 @@ from fivefold.optim._shards import (
     worker_group_of,
 )
 from fivefold.optim._state import EngineContext
-from fivefold.optim._update import GapPenalty, is_number
 from fivefold.optim.codecs import Codec, is_exact, resolve_codec
+from fivefold.optim.penalties import GapPenalty, is_number
 from fivefold.optim.transport import Transport
 
 
 def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
     """Return the buffers that a rule needs beside anchor and payload."""
-    if may_lose and rule.merge in {"eager", "gradients"}:
+    if may_lose and not rule.bears_losses:
         message = f"{rule.name} cannot be used with a transport that may lose a round"
         raise ConfigurationError(message, hint="use CO2, DelayCorrected or DiLoCo")
-    by_element = isinstance(rule.penalty, GapPenalty) and rule.penalty.norm == "element"
-    extrapolates = isinstance(rule, DelayedGradients) and rule.extrapolation > 0
-    moves = (rule.outer_momentum > 0 or by_element) and rule.merge != "hand over"
-    needed = {
-        "momentum": moves or extrapolates,
-        "sent": rule.merge in {"correct", "eager"}
-        or (may_lose and rule.merge in {"replace", "hand over"}),
-        "start": rule.merge == "eager",
-        "own_momentum": rule.merge == "eager" and rule.outer_momentum > 0,
-        "gradient": rule.merge == "hand over",
-    }
-    return tuple(name for name, wanted in needed.items() if wanted)
+    return rule.buffers(may_lose=may_lose)
 
 
 def trainable(model: torch.nn.Module, *, apart: Container[str] = ()) -> dict[str, torch.Tensor]:
@@ -125,7 +114,7 @@ def _fragment(
             (buffers, ("value", "rest"), torch.float64),
         )
     )
-    kind = GradientFragment if context.rule.merge == "gradients" else Fragment
+    kind = GradientFragment if context.rule.sends_gradients else Fragment
     return kind(index, groups, averaged=averaged, schedule=schedule, context=context)
 
 

@@ -14,16 +14,15 @@ import torch
 
 from fivefold.optim._flat import Piece
 from fivefold.optim._metadata import MetadataReading
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._rules.base import OuterRule
 from fivefold.optim._state import OuterState
 from fivefold.optim._update import (
-    ConstantPenalty,
-    GapPenalty,
     OuterCoefficients,
     PieceStatistics,
     accumulate_momentum_,
     move_anchor_,
 )
+from fivefold.optim.penalties import ConstantPenalty, GapPenalty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,35 @@ class MergeTask:
     own_share: float = 0.0  # share of this rank's own part in the mean, for the merge "eager"
     total_weight: float = 0.0  # sum of the weights in what arrived
 
+    def outer_step(self, piece: Piece, statistics: PieceStatistics) -> None:
+        """Move the anchor by what arrived; the payload is free afterwards."""
+        assert self.coefficients is not None, "callers looked"
+        momentum = accumulate_momentum_(
+            piece.momentum, piece.payload, coefficients=self.coefficients, statistics=statistics
+        )
+        move_anchor_(piece.anchor, momentum, piece.payload, coefficients=self.coefficients)
+
+    def put(self, payload: torch.Tensor, pseudo_gradient: torch.Tensor) -> None:
+        """Send a pseudo-gradient."""
+        if self.weight == 1.0:
+            payload.copy_(pseudo_gradient)
+        else:
+            torch.mul(pseudo_gradient, self.weight, out=payload)
+
+    def put_difference(self, piece: Piece) -> None:
+        """Send how far the anchor is from what the worker has."""
+        piece.apart(out=piece.payload)
+        if self.weight != 1.0:
+            piece.payload.mul_(self.weight)
+
+    def keep_and_put(self, piece: Piece, fresh: torch.Tensor) -> None:
+        """Send a pseudo-gradient; where it may be lost it is kept, with what was lost before."""
+        if piece.sent is not None:
+            if self.resend:
+                fresh.add_(piece.sent)
+            piece.sent.copy_(fresh)
+        self.put(piece.payload, fresh)
+
 
 Merge = Callable[[Piece, MergeTask, PieceStatistics], None]
 
@@ -54,52 +82,21 @@ def merge_pieces(pieces: Iterable[Piece], task: MergeTask, *, merge: Merge) -> P
     return statistics
 
 
-def _outer_step(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
-    coefficients = task.coefficients
-    assert coefficients is not None, "callers looked"
-    momentum = accumulate_momentum_(
-        piece.momentum, piece.payload, coefficients=coefficients, statistics=statistics
-    )
-    move_anchor_(piece.anchor, momentum, piece.payload, coefficients=coefficients)
-
-
-def _put(payload: torch.Tensor, pseudo_gradient: torch.Tensor, task: MergeTask) -> None:
-    if task.weight == 1.0:
-        payload.copy_(pseudo_gradient)
-    else:
-        torch.mul(pseudo_gradient, task.weight, out=payload)
-
-
-def _put_difference(piece: Piece, task: MergeTask) -> None:
-    piece.apart(out=piece.payload)
-    if task.weight != 1.0:
-        piece.payload.mul_(task.weight)
-
-
-def _keep_and_put(piece: Piece, fresh: torch.Tensor, task: MergeTask) -> None:
-    """Send a pseudo-gradient; where it may be lost it is kept, with what was lost before."""
-    if piece.sent is not None:
-        if task.resend:
-            fresh.add_(piece.sent)
-        piece.sent.copy_(fresh)
-    _put(piece.payload, fresh, task)
-
-
 def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # The pseudo-gradient to send is taken against the anchor before the outer step, since the
     # local steps began there; then it takes the place of the sum that arrived.
     if task.waits and task.coefficients is None and piece.sent is None:
         # The second pass of this boundary writes the model, and nothing is in the payload's way.
-        _put_difference(piece, task)
+        task.put_difference(piece)
         return
     if not (task.send or task.settles):
         _move_along(piece, task, statistics)
         return
     fresh = piece.apart(out=piece.scratch) if task.send else None
     if task.coefficients is not None:
-        _outer_step(piece, task, statistics)
+        task.outer_step(piece, statistics)
     if fresh is not None:
-        _keep_and_put(piece, fresh, task)
+        task.keep_and_put(piece, fresh)
     piece.write(piece.anchor)
 
 
@@ -108,7 +105,7 @@ def _move_along(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> N
     # are the next pseudo-gradient, whole. What was lost is added to them.
     if task.coefficients is not None:
         own = piece.apart(out=piece.scratch).neg_()
-        _outer_step(piece, task, statistics)
+        task.outer_step(piece, statistics)
         piece.write(own.add_(piece.anchor))
     elif task.resend:
         assert piece.sent is not None, "what may be lost is kept"
@@ -119,13 +116,13 @@ def _pull(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # What a worker keeps of its own stays in its next pseudo-gradient, so nothing is sent again
     # when an all-reduce is lost.
     if task.coefficients is not None:
-        _outer_step(piece, task, statistics)
+        task.outer_step(piece, statistics)
         apart = piece.apart(out=piece.scratch).neg_()
         piece.write(apart.mul_(task.rule.local_share).add_(piece.anchor))
     if task.settles:
         piece.write(piece.anchor)
     if task.send:
-        _put_difference(piece, task)
+        task.put_difference(piece)
 
 
 def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
@@ -136,11 +133,11 @@ def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
         # With d = x - y and D = x - mean(y) this adds mean(y) - y.
         mean = torch.mul(piece.payload, task.coefficients.delta_scale, out=piece.scratch)
         piece.add(sent.sub_(mean))
-        _outer_step(piece, task, statistics)
+        task.outer_step(piece, statistics)
     if task.settles:
         piece.write(piece.anchor)
     if task.send:
-        _put(piece.payload, piece.apart(out=sent), task)
+        task.put(piece.payload, piece.apart(out=sent))
 
 
 def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
@@ -150,7 +147,7 @@ def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     assert sent is not None, "the eager merge keeps what it sent"
     if task.settles:
         if task.coefficients is not None:
-            _outer_step(piece, task, statistics)
+            task.outer_step(piece, statistics)
         for own in (sent, velocity):
             if own is not None:
                 own.zero_()
@@ -160,7 +157,7 @@ def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     fresh = piece.as_written(start) - local
     own_offset = start.sub_(anchor)
     if task.coefficients is not None:
-        _outer_step(piece, task, statistics)
+        task.outer_step(piece, statistics)
     change = torch.mul(fresh, task.own_share).sub_(sent)
     sent.add_(change)
     direction = change
@@ -168,7 +165,7 @@ def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
         velocity.mul_(task.rule.outer_momentum).add_(change)
         direction = change.add_(torch.mul(velocity, task.rule.outer_momentum, out=piece.scratch))
     own_offset.sub_(direction.mul_(task.rule.outer_lr)).add_(anchor)  # now where the round begins
-    _put(piece.payload, fresh, task)
+    task.put(piece.payload, fresh)
     local.copy_(start)
 
 
@@ -180,7 +177,7 @@ def _hand_over(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> No
         statistics.elements += piece.payload.numel()
         torch.mul(piece.payload, task.coefficients.delta_scale, out=piece.gradient)
     if fresh is not None:
-        _keep_and_put(piece, fresh, task)
+        task.keep_and_put(piece, fresh)
 
 
 def _exact(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
@@ -194,7 +191,7 @@ def _exact(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
         if piece.start is not None:
             piece.start.copy_(piece.anchor)
     if task.send:
-        _put_difference(piece, task)
+        task.put_difference(piece)
 
 
 def _average(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
@@ -241,6 +238,11 @@ MERGES: dict[str, Merge] = {
     "exact": _exact,
     "average": _average,
 }
+
+
+def merge_of(rule: OuterRule) -> Merge:
+    """Return what a rule does to each piece at a boundary."""
+    return rule.merge_piece if rule.merge == "own" else MERGES[rule.merge]
 
 
 ShardSum = Callable[[list[float]], list[float]]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError, require_whole
-from fivefold.optim._delayed_gradients import DelayedGradients
 from fivefold.optim._flat import FlatGroup, Piece, flat_groups
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._schedule import RoundSchedule
@@ -209,7 +208,7 @@ def state_fragments(
     rule, worker = context.rule, context.worker
     unfit = {
         'tau="auto"': rule.auto_tau is not None,
-        "DelayedGradients, whose optimizer states are equal": isinstance(rule, DelayedGradients),
+        "DelayedGradients, whose optimizer states are equal": rule.sends_gradients,
         "a transport that may lose a round": may_lose,
         "ignore, whose states would be averaged too": leaves_out,
         "shard_group": worker is not None and worker.splits,

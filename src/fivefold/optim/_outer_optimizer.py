@@ -9,72 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._rules import MergeKind, OuterRule
-
-
-@dataclass(frozen=True, kw_only=True)
-class OuterOptimizer(OuterRule):
-    """Any ``torch.optim`` optimizer on the pseudo-gradients, exposed or hidden.
-
-    At a boundary the optimizer takes one step on the anchor with the mean pseudo-gradient as the
-    gradient, and every worker goes on from the anchor. ``SGD(lr=1)`` is Local SGD,
-    ``SGD(lr=0.7, momentum=0.9, nesterov=True)`` is DiLoCo; with ``hidden=True`` the pseudo-gradient
-    is that of the round before and the all-reduce runs behind compute, as in CO2. The optimizer's
-    state is part of the checkpoint. Choose it for adaptive outer steps (FedAdam and its family).
-
-    Every rank takes the step for itself. With an elementwise optimizer on a CPU (each product and
-    sum is then rounded by itself) all reach the same bits whatever their processors; one that sums
-    over elements or multiplies matrices (Adafactor, Muon) needs ranks with equal processors, and
-    the replica check ends the run where they are not.
-
-    Args:
-        tau: Local steps per round.
-        optimizer: A class of ``torch.optim``, or one with the same constructor.
-        options: Its keyword arguments.
-        hidden: Whether the all-reduce runs behind the next round.
-
-    Raises:
-        ConfigurationError: A value is outside its range, or the optimizer refuses its options.
-
-    References:
-        Reddi et al., FedOpt, arXiv 2003.00295, which calls it the server optimizer.
-
-    Examples:
-        >>> OuterOptimizer(tau=8, optimizer=torch.optim.AdamW, options={"lr": 1e-3}).delayed
-        False
-    """
-
-    merge: ClassVar[MergeKind] = "hand over"
-    name: ClassVar[str] = "outer optimizer"
-    takes: ClassVar[tuple[str, ...]] = ()
-    for_others: ClassVar[str] = "put the learning rate and momentum into options"
-
-    optimizer: type[torch.optim.Optimizer]
-    options: dict[str, Any] = field(default_factory=dict)
-    hidden: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        probe = torch.nn.Parameter(torch.zeros(2, 2))
-        probe.grad = torch.zeros(2, 2)
-        try:
-            self.optimizer([probe], **self.options).step()
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-            message = f"optimizer={self.optimizer!r} refuses options={self.options!r}: {error}"
-            hint = "give a class of torch.optim and its keyword arguments"
-            raise ConfigurationError(message, hint=hint) from error
-
-    @property
-    def delayed(self) -> bool:
-        """Return whether the all-reduce runs behind the next round."""
-        return self.hidden
+from fivefold.optim._rules.outer_optimizer import OuterOptimizer
 
 
 class OuterOptimizerStep:

@@ -16,9 +16,9 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.optim._flat import Piece, is_narrow
 from fivefold.optim._fragment import Fragment
-from fivefold.optim._merge import MERGES, MergeTask, outer_coefficients
+from fivefold.optim._merge import MERGES, MergeTask, merge_of, outer_coefficients
 from fivefold.optim._metadata import MetadataReading
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._rules.base import OuterRule
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import (
     EngineContext,
@@ -226,8 +226,7 @@ def _merged_tensors(
             rule=rule, coefficients=coefficients, send=False, total_weight=reading.total_weight
         )
         for name, entries in tensors.items():
-            kind = "average" if "value" in entries else rule.merge
-            piece = Piece(local=live[name], scratch=None, **entries)
-            MERGES[kind](piece, task, PieceStatistics())
+            merge = MERGES["average"] if "value" in entries else merge_of(rule)
+            merge(Piece.of(entries, local=live[name], scratch=None), task, PieceStatistics())
             entries["payload"].zero_()
     return found

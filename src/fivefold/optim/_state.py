@@ -17,9 +17,10 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.optim._fixed import FixedWatch
 from fivefold.optim._metadata import MetadataReading
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._rules.base import OuterRule
 from fivefold.optim._shards import WorkerGroup
-from fivefold.optim._update import Number, is_number
+from fivefold.optim._update import Number
+from fivefold.optim.penalties import is_number
 from fivefold.optim.statistics import StatisticsMeter
 from fivefold.optim.transport import PendingAllReduce, Transport
 

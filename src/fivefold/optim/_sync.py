@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.errors import ConfigurationError
 from fivefold.optim._automatic_round import automatic_round
 from fivefold.optim._communicating import CommunicationWatch, require_local
-from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
+from fivefold.optim._delayed_gradients import GradientHooks
 from fivefold.optim._fixed import FixedWatch
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._inner_optimizers import (
@@ -57,7 +57,8 @@ from fivefold.optim._resume import (
     require_fit,
     restore,
 )
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._rules.base import OuterRule
+from fivefold.optim._rules.delayed_gradients import DelayedGradients
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import WorkerGroup, reshard
 from fivefold.optim._start import start_equal

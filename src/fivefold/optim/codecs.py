@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
-from fivefold.optim._update import is_number
+from fivefold.optim.penalties import is_number
 
 # On a CPU a piece stays in the second-level cache over all its passes, and is small enough that
 # torch runs it on the calling thread: the communication thread must not wake a pool of its own.

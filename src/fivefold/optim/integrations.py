@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError, optional_module
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._rules.base import OuterRule
 from fivefold.optim._sync import OuterSync
 
 __all__ = ["disable_ddp", "lightning_strategy", "use_outer_sync"]

@@ -16,7 +16,7 @@ from fivefold.optim._round_choice import (
     RoundChoice,
     choose_round,
 )
-from fivefold.optim._rules import CO2, DelayCorrected, OuterRule, StreamingDiLoCo
+from fivefold.optim._rules.base import OuterRule, rule_named
 from fivefold.optim._update import Number
 from fivefold.optim.codecs import CODEC_NAMES, named_codec
 from fivefold.units import format_bytes, format_duration_s
@@ -26,8 +26,6 @@ _KEPT_TIMES = 64
 _RUNNING_GAP_DECAY = 0.8
 _SHARE_WORTH_HIDING = 0.1  # below, waiting learns better than hiding
 _SHARE_OF_STALLS = 0.02
-_IN_FRAGMENTS = {CO2.name, DelayCorrected.name, StreamingDiLoCo.name}
-_LEAST_TAU = {CO2.name: 4}  # below it learns worse, which the guide has figures for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +156,8 @@ def _choice(record: SyncStatistics) -> RoundChoice:
     """Return the round that ``tau="auto"`` would take on a link of these times."""
     assert record.step_s, "callers looked"
     assert record.all_reduce_s, "callers looked"
-    in_parts = record.rule in _IN_FRAGMENTS or not record.delay_steps
+    rule = rule_named(record.rule)
+    in_parts = rule.takes_turns or not record.delay_steps
     most = record.most_fragments if in_parts else 1
     # From the times of one codec; of few bytes all of it is latency.
     now = _wire_share(record.codec)
@@ -173,7 +172,7 @@ def _choice(record: SyncStatistics) -> RoundChoice:
         times,
         step_s=record.step_s,
         shares={parts: 1 / parts for parts in range(1, most + 1)},
-        minimum=min(_LEAST_TAU.get(record.rule, 1), record.tau),
+        minimum=min(rule.least_tau, record.tau),
     )
 
 
@@ -189,7 +188,7 @@ def _use(record: SyncStatistics, choice: RoundChoice) -> str:
 
 
 def _changes(record: SyncStatistics, choice: RoundChoice) -> Iterator[str]:
-    if record.rule == "delayed gradients":
+    if rule_named(record.rule).sends_gradients:
         if choice.delay > 1:
             yield f"gradients accumulated over {choice.delay} batches"
     else:
