@@ -7,7 +7,6 @@ from fivefold.cli._plan_files import as_sent
 from fivefold.optim import OuterSync
 from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster
 from fivefold.testing import run_processes
-from fivefold.train._outer import make_rule
 from fivefold.train.config import SyncConfig, TrainConfig
 
 SIZE = 256
@@ -43,7 +42,7 @@ def engines_bytes(_):
         model = torch.nn.Linear(SIZE, SIZE, bias=False)
         optimizer = torch.optim.AdamW(model.parameters())
         sync = OuterSync(
-            model, optimizer, rule=make_rule(config), codec=config.codec,
+            model, optimizer, rule=config.rule(), codec=config.codec,
             average_states=config.average_states,
         )  # fmt: skip
         for _ in range(4):

@@ -22,7 +22,6 @@ from fivefold.runs.ranks import Ranks, open_ranks, read_place
 from fivefold.testing import run_processes
 from fivefold.train._loop import make_method
 from fivefold.train._methods import method_label
-from fivefold.train._outer import make_rule
 from fivefold.train._spans import Span, SpanRecorder, subtract
 from fivefold.train._step import bits_per_byte
 from fivefold.train.config import AutoTauConfig, SyncConfig
@@ -232,44 +231,44 @@ RULES = {
 @pytest.mark.parametrize("method", RULES)
 def test_a_method_without_settings_is_its_rule_without_settings(method):
     tau = {} if method == "delayed_gradients" else {"tau": 5}
-    assert make_rule(SyncConfig(method=method, **tau)) == RULES[method](**tau)
+    assert SyncConfig(method=method, **tau).rule() == RULES[method](**tau)
 
 
 def test_settings_reach_the_rule():
     config = SyncConfig(method="co2", tau=5, outer_lr=0.3, outer_momentum=0.1, clip=math.inf)
-    assert make_rule(config) == CO2(tau=5, outer_lr=0.3, outer_momentum=0.1, clip=None)
+    assert config.rule() == CO2(tau=5, outer_lr=0.3, outer_momentum=0.1, clip=None)
     config = SyncConfig(method="slowmo", tau=5, outer_lr=0.3, clip=2.0, units="delta")
-    assert make_rule(config) == SlowMo(tau=5, outer_lr=0.3, clip=2.0, units="delta")
+    assert config.rule() == SlowMo(tau=5, outer_lr=0.3, clip=2.0, units="delta")
     config = SyncConfig(method="overlap_local_sgd", tau=5, pull=0.4)
-    assert make_rule(config) == OverlapLocalSGD(tau=5, pull=0.4)
+    assert config.rule() == OverlapLocalSGD(tau=5, pull=0.4)
     config = SyncConfig(method="streaming_diloco", tau=6, fragments=3, delay_steps=2, keep=0.2)
-    assert make_rule(config) == StreamingDiLoCo(tau=6, fragments=3, delay_steps=2, keep=0.2)
+    assert config.rule() == StreamingDiLoCo(tau=6, fragments=3, delay_steps=2, keep=0.2)
 
 
 @pytest.mark.parametrize("method", HIDDEN)
 def test_an_automatic_tau_has_the_table_that_was_given(method):
     config = SyncConfig(method=method, tau="auto", auto_tau=AutoTauConfig(maximum=64, margin=1.5))
-    assert make_rule(config).tau == AutoTau(maximum=64, margin=1.5)
-    assert make_rule(SyncConfig(method=method, tau="auto")) == RULES[method](tau="auto")
+    assert config.rule().tau == AutoTau(maximum=64, margin=1.5)
+    assert SyncConfig(method=method, tau="auto").rule() == RULES[method](tau="auto")
 
 
 def test_any_optimizer_of_torch_is_an_outer_optimizer():
     sgd = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-    rule = make_rule(SyncConfig(method="outer_optimizer", tau=5))
+    rule = SyncConfig(method="outer_optimizer", tau=5).rule()
     assert rule == OuterOptimizer(tau=5, optimizer=torch.optim.SGD, options=sgd)
     config = SyncConfig(
         method="outer_optimizer", tau=5, optimizer="AdamW", options={"lr": 0.1}, hidden=True
     )
-    assert make_rule(config) == OuterOptimizer(
+    assert config.rule() == OuterOptimizer(
         tau=5, optimizer=torch.optim.AdamW, options={"lr": 0.1}, hidden=True
     )
     for name in ("Adamw", "Optimizer", "lr_scheduler"):
         with pytest.raises(ConfigurationError, match="not an optimizer of") as caught:
-            make_rule(SyncConfig(method="outer_optimizer", optimizer=name))
+            SyncConfig(method="outer_optimizer", optimizer=name).rule()
         assert "AdamW" in caught.value.hint
         assert name != "Adamw" or "did you mean AdamW?" in caught.value.hint
     with pytest.raises(ConfigurationError, match="refuses options"):
-        make_rule(SyncConfig(method="outer_optimizer", options={"lr": -1.0}))
+        SyncConfig(method="outer_optimizer", options={"lr": -1.0}).rule()
 
 
 def test_labels():

@@ -21,8 +21,6 @@ from fivefold.errors import UnsupportedError
 from fivefold.files import read_toml
 
 with later():
-    import torch
-
     from fivefold.runs import check_tables, format_toml, write_text
     from fivefold.strategy import (
         Cluster,
@@ -44,7 +42,6 @@ with later():
     from fivefold.train import load_tokenizer
     from fivefold.train.config import (
         PredictionConfig,
-        SyncConfig,
         TrainConfig,
         load_config,
         settings_fingerprint,
@@ -54,7 +51,6 @@ with later():
 _TRAINER_TABLES = {"run", "data", "optim", "sync", "tasks", "prediction"}
 _BYTES_VOCAB = 257  # of the trainer's tokenizer of bytes
 _TAUS = (2, 4, 8, 16, 32, 64)
-_WAITING = ("local_sgd", "slowmo", "diloco")
 _LEAST_16_BIT_FLOPS = 1e12  # a processor has no fast products of 16 bits
 CODEC_BYTES = {
     "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.02, "int4": 0.52, "topk": 0.021, "auto": 0.52,
@@ -73,59 +69,26 @@ class PlannedJob:
 def as_sent(cluster: Cluster, config: TrainConfig | None) -> Cluster:
     """Return the cluster with what fivefold's trainer sends, and what it keeps to send it."""
     codec = "fp32" if config is None else config.sync.codec or "fp32"
-    method = "co2" if config is None else config.sync.method
+    rule = None if config is None else config.sync.rule_class
     # A plan without local updates is DDP, which sends 32 bits if nothing else is asked of it.
-    plain = codec if method in {"ddp", "delayed_gradients"} else "fp32"
+    rounds = config is None or config.sync.has_rounds or config.sync.method == "none"
+    plain = "fp32" if rounds else codec
     changes: dict[str, Any] = {
         "gradient_wire_bytes": CODEC_BYTES[plain], "outer_wire_bytes": CODEC_BYTES[codec],
     }  # fmt: skip
-    if config is not None and method not in {"none", "ddp"}:
+    if config is not None and rule is not None:
+        made = config.sync.rule(total_steps=config.run.steps)
         averaged = len(config.sync.average_states or {})  # anchor, payload and what was sent
         residual = 0.0 if codec == "fp32" else 4.0 * (1 + averaged)
         changes |= {
-            "outer_state_bytes": 4.0 * (_buffers(config.sync) + 3 * averaged) + residual,
+            "outer_state_bytes": 4.0 * (made.numbers_per_parameter + 3 * averaged) + residual,
             "outer_owned_bytes": residual,
-            "outer_window": _window(config.sync),
+            "outer_window": made.window,
         }
-        if method == "delayed_gradients":  # at every step: no plan has tau > 1
-            states = cluster.device.optimizer_state_bytes + 4.0 * _buffers(config.sync)
+        if made.sends_gradients:  # at every step: no plan has tau > 1
+            states = cluster.device.optimizer_state_bytes + 4.0 * made.numbers_per_parameter
             changes["optimizer_state_bytes"] = states + 1.5 * residual  # of two ranks or more
     return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **changes))
-
-
-def _window(sync: SyncConfig) -> float:
-    """Return the share of a round that hides outer updates; 0 where all ranks wait for them."""
-    if sync.method in _WAITING or (sync.method == "outer_optimizer" and not sync.hidden):
-        return 0.0
-    if not isinstance(sync.tau, int):
-        return 1.0
-    parts = sync.fragments or 1  # left out, they are chosen to fill the round
-    return min(1.0, parts * (sync.delay_steps or sync.tau // parts) / sync.tau)
-
-
-def _buffers(sync: SyncConfig) -> float:
-    """Return the numbers per parameter that a rule keeps: anchor, payload, what its merge needs."""
-    merges = {"delay_corrected": 1, "eager_diloco": 2, "outer_optimizer": 1}
-    count = 2.0 + merges.get(sync.method, 0)
-    momentum = bool(sync.outer_momentum or sync.extrapolation or sync.staleness == "gap-param")
-    count += momentum * (2 if sync.method == "eager_diloco" else 1)
-    if sync.optimizer is not None:
-        count += _numbers_of_optimizer(sync.optimizer, sync.options or {})
-    return count
-
-
-def _numbers_of_optimizer(name: str, options: Mapping[str, Any]) -> float:
-    """Return the state of one of torch's optimizers per parameter, found by one step of it."""
-    parameter = torch.nn.Parameter(torch.zeros(64, 64))
-    parameter.grad = torch.zeros(64, 64)
-    try:
-        optimizer = getattr(torch.optim, name)([parameter], **options)
-        optimizer.step()
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        message = f"sync.optimizer {name!r} with options {dict(options)!r}: {error}"
-        raise ArgumentError(message, hint="a class of torch.optim and its arguments") from error
-    states = optimizer.state[parameter].values()
-    return sum(s.numel() for s in states if torch.is_tensor(s)) // 4096
 
 
 def read_job(path: Path, cluster: Cluster, sizes: Mapping[str, int]) -> PlannedJob:
@@ -179,7 +142,7 @@ def _of_trainer(path: Path, cluster: Cluster, sizes: Mapping[str, int]) -> Plann
 def _taus(config: TrainConfig) -> tuple[int, ...]:
     """Return local steps to look at; what changes convergence is only searched where wanted."""
     tau = config.sync.tau
-    if config.sync.method in {"none", "ddp", "delayed_gradients"}:
+    if not config.sync.has_rounds:
         return (1,)
     return (1, *_TAUS) if tau == "auto" else tuple(sorted({1, int(tau or 1)}))
 
@@ -295,9 +258,9 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
         sync.pop("shard", None)  # the plan says which ranks share states
         if config.sync.tau == "auto" and config.sync.fragments is not None:
             sync["fragments"] = min(plan.tau, config.sync.fragments)
-    elif config.sync.method in {"ddp", "none"}:
+    elif config.sync.rule_class is None:
         sync = {**given.get("sync", {}), "method": "ddp" if plan.data > 1 else "none"}
-    elif config.sync.method == "delayed_gradients" and plan.data > 1:
+    elif not config.sync.has_rounds and plan.data > 1:
         sync = dict(given["sync"])
     optim = {
         "batch_size": plan.micro_batch,
@@ -335,7 +298,8 @@ def predict_step(
         total = max(width * planned.job.model.num_parameters, 1.0)
         last = (total - _FIRST_BUCKET) % _BUCKET if total > _FIRST_BUCKET else total
         exposed_s += max(whole.data_s * last / total - time.data_s, 0.0)
-    if config.sync.method == "delayed_gradients":  # behind the whole of the next step
+    rule = config.sync.rule_class
+    if rule is not None and rule.sends_gradients:  # behind the whole of the next step
         rest_s = time.total_s - time.data_s
         exposed_s += max(whole.data_s - rest_s, 0.0) - time.data_s
         slower_s = device.overlap_slowdown * min(whole.data_s, rest_s)

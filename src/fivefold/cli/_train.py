@@ -13,6 +13,7 @@ import typer
 
 from fivefold.cli._later import later
 from fivefold.cli._options import ConfigArgument, command_group, seconds_of
+from fivefold.optim import outer_rules
 
 with later():
     from fivefold.optim import start_lighthouse
@@ -50,11 +51,9 @@ def train_command(
     On one machine: fivefold train config.toml --nproc 2. Under torchrun or a
     scheduler, which set RANK and WORLD_SIZE, leave --nproc out: the command is one rank.
 
-    Table [sync] says how ranks synchronise: method (none, ddp, local_sgd, slowmo, diloco,
-    co2, delay_corrected, overlap_local_sgd, eager_diloco, streaming_diloco, outer_optimizer,
-    delayed_gradients), tau (local steps per round, or auto), codec (fp32, bf16, fp16, int8, int4)
-    and the method's own keys. A key that the method does not take is an error that says which
-    methods do.
+    Table [sync] says how ranks synchronise: method (none, ddp, RULES), tau (local steps per
+    round, or auto), codec (fp32, bf16, fp16, int8, int4) and the method's own keys. A key that the
+    method does not take is an error that says which methods do.
 
     The same command resumes a run from its newest whole checkpoint. SIGTERM or Ctrl-C writes a
     checkpoint on all ranks and ends with exit code 0; a second Ctrl-C aborts.
@@ -66,6 +65,9 @@ def train_command(
     with rank_process():
         checked = load_config(config, overrides or [])
         train(checked)
+
+
+train_command.__doc__ = str(train_command.__doc__).replace("RULES", ", ".join(outer_rules()))
 
 
 def lighthouse(

@@ -48,7 +48,7 @@ from fivefold.report._records import (
     TrainPoint,
     ValidationPoint,
 )
-from fivefold.report.format import METHOD_COLOURS
+from fivefold.report.format import method_colours
 from fivefold.report.summary import RunSummary, caveats, headline, summarise
 
 
@@ -139,7 +139,6 @@ def _flatten(config: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 _MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
-_METHOD_ORDER = tuple(METHOD_COLOURS)
 _HEAD_BYTES = 1000  # in which a file says of what form it is
 _FEW_RANKS = 5  # whose timelines are missing are named
 _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
@@ -392,8 +391,8 @@ def _unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _order(run: Run) -> tuple[int, bool, str]:
-    method = run.manifest.method
-    place = _METHOD_ORDER.index(method) if method in _METHOD_ORDER else len(_METHOD_ORDER)
+    method, order = run.manifest.method, list(method_colours())
+    place = order.index(method) if method in order else len(order)
     return place, method == "ddp" and not run.is_plain_ddp, run.name
 
 

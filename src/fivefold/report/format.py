@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from fivefold.optim import outer_rules
 from fivefold.report._records import Lab, Run
 from fivefold.report.page import BarRow, DataTable, Folded, PagePart, TextBlock
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
@@ -19,32 +20,25 @@ from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 COLOURS = ("#1f83c8", "#109668", "#b45fa0", "#a3791b", "#6f78dd", "#5aa9a3", "#c2577a", "#8a7a5c")
 ORANGE, GREY = "#d55e00", "#7d858f"
 MARKERS = ("circle", "diamond", "square", "triangle")
-METHOD_COLOURS = {
-    "none": GREY,
-    "ddp": ORANGE,
-    "local_sgd": "#b45fa0",
-    "slowmo": "#109668",
-    "diloco": "#6f78dd",
-    "co2": "#1f83c8",
-    "delay_corrected": "#a3791b",
-    "overlap_local_sgd": "#8c6a56",
-    "eager_diloco": "#4a9fb5",
-    "streaming_diloco": "#9a58c9",
-    "delayed_gradients": "#7a9a3c",
-}
-"""Colour of each method, in the order in which runs are listed."""
 _SPARE = ("#cf4a6b", "#2f9494", GREY)
 _MOST_POINTS = 600  # of a curve: more do not show, and make the page heavy
 
 _PointT = TypeVar("_PointT")
 
 
+def method_colours() -> dict[str, str]:
+    """Return the colour of each method that has one, in the order in which runs are listed."""
+    rules = outer_rules().items()
+    own = {key: rule.colour for key, rule in rules if rule.colour}
+    return {"none": GREY, "ddp": ORANGE} | own
+
+
 def run_colours(runs: Sequence[Run]) -> list[str]:
     """Return a colour per run: its method's own, a spare one from the second of a method on."""
     colours: list[str] = []
-    spare = 0
+    spare, known = 0, method_colours()
     for run in runs:
-        colour = METHOD_COLOURS.get(run.manifest.method)
+        colour = known.get(run.manifest.method)
         if colour is None or colour in colours:
             colour = _SPARE[spare % len(_SPARE)]
             spare += 1

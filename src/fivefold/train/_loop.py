@@ -53,7 +53,6 @@ from fivefold.train._model import Transformer
 from fivefold.train._outer import (
     OuterMethod,
     load_own_shards,
-    make_rule,
     own_shards,
     share_states,
 )
@@ -82,8 +81,8 @@ from fivefold.train.config import (
 def require_settings(config: TrainConfig, *, world_size: int) -> None:
     """Check what is the same on every host: the method, its rule, the number of ranks."""
     require_ranks(config, world_size=world_size)
-    if config.sync.method not in {"none", "ddp"}:
-        make_rule(config.sync, total_steps=config.run.steps)
+    if config.sync.rule_class is not None:
+        config.sync.rule(total_steps=config.run.steps)
 
 
 def require_host(config: TrainConfig, *, nproc: int) -> None:

@@ -25,19 +25,7 @@ from fivefold.runs.machine import run_facts
 from fivefold.train._spans import Span
 from fivefold.train.config import SyncConfig, TasksConfig, TrainConfig, settings_fingerprint
 
-_LABELS = {
-    "none": "no communication",
-    "ddp": "DDP",
-    "local_sgd": "Local SGD",
-    "slowmo": "SlowMo",
-    "diloco": "DiLoCo",
-    "co2": "CO2",
-    "delay_corrected": "delay-corrected",
-    "overlap_local_sgd": "Overlap-Local-SGD",
-    "eager_diloco": "eager DiLoCo",
-    "streaming_diloco": "Streaming DiLoCo",
-    "delayed_gradients": "delayed gradients",
-}
+_LABELS = {"none": "no communication", "ddp": "DDP"}  # of the methods without an outer rule
 
 
 class LanguageModel(Protocol):
@@ -166,8 +154,8 @@ def method_label(config: SyncConfig, tasks: TasksConfig | None = None) -> str:
     if tasks is not None:
         details.append("overlaps forward" if tasks.overlap_forward else "in chunks")
         details.append(tasks.ordering)
-    label = _LABELS.get(config.method) or f"outer {config.optimizer}"
-    label = f"hidden {label}" if config.hidden else label
+    rule = config.rule_class
+    label = _LABELS[config.method] if rule is None else rule.label(dict(config))
     return f"{label} ({', '.join(details)})" if details else label
 
 

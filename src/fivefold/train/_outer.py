@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -24,23 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.errors import ConfigurationError, require_one_of
-from fivefold.optim import (
-    CO2,
-    AutoTau,
-    DelayCorrected,
-    DelayedGradients,
-    DiLoCo,
-    EagerDiLoCo,
-    LocalSGD,
-    OuterOptimizer,
-    OuterRule,
-    OuterSync,
-    OverlapLocalSGD,
-    SlowMo,
-    StreamingDiLoCo,
-    SyncStatistics,
-)
+from fivefold.optim import DelayedGradients, OuterSync, SyncStatistics
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.statistics import AllReduceRecord
 from fivefold.runs.ranks import Ranks
@@ -122,24 +104,6 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
     )
 
 
-_RULES: dict[str, type[OuterRule]] = {
-    "local_sgd": LocalSGD,
-    "slowmo": SlowMo,
-    "diloco": DiLoCo,
-    "co2": CO2,
-    "delay_corrected": DelayCorrected,
-    "overlap_local_sgd": OverlapLocalSGD,
-    "eager_diloco": EagerDiLoCo,
-    "streaming_diloco": StreamingDiLoCo,
-    "outer_optimizer": OuterOptimizer,
-    "delayed_gradients": DelayedGradients,
-}
-# Keys of the configuration that are a rule's arguments as they are.
-_RULE_KEYS = (
-    *("tau", "outer_lr", "outer_momentum", "staleness", "units", "bootstrap", "pull"),
-    *("fragments", "delay_steps", "keep", "options", "hidden"),
-    *("extrapolation", "ramp_steps", "synchronous_start", "synchronous_end"),
-)
 _DETAILS = ("round", "fragment", "payload_bytes", "sent_bytes")  # of an all-reduce, shown with it
 
 
@@ -160,7 +124,7 @@ class OuterMethod(Method):
         super().__init__(model)
         self._workers = workers
         self._told_round = -1
-        rule = make_rule(config, total_steps=total_steps)
+        rule = config.rule(total_steps=total_steps)
         self._clips_later = isinstance(rule, DelayedGradients)
         if isinstance(rule, DelayedGradients) and math.isfinite(max_norm):
             rule = dataclasses.replace(rule, max_norm=max_norm)
@@ -272,43 +236,3 @@ def _all_reduce_name(all_reduce: AllReduceRecord) -> str:
     number = all_reduce.fragment
     fragment = f", fragment {number}" if number > 0 else ", optimizer state" if number else ""
     return f"all-reduce round {all_reduce.round}{fragment}{' (lost)' if all_reduce.lost else ''}"
-
-
-def make_rule(config: SyncConfig, *, total_steps: int | None = None) -> OuterRule:
-    """Return the configured outer rule of a run of so many steps."""
-    given = {name: getattr(config, name) for name in _RULE_KEYS}
-    settings = {name: value for name, value in given.items() if value is not None}
-    if config.synchronous_end:
-        settings["total_steps"] = total_steps
-    if config.clip is not None:
-        settings["clip"] = None if math.isinf(config.clip) else config.clip
-    if config.auto_tau is not None:
-        settings["tau"] = AutoTau(**config.auto_tau.model_dump())
-    if config.optimizer is not None:
-        settings["optimizer"] = kind = _torch_optimizer(config.optimizer)
-        _require_options(kind, config.options or {})
-    return _RULES[config.method](**settings)
-
-
-def _require_options(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    taken = [name for name in inspect.signature(kind).parameters if name != "params"]
-    for name in options:
-        message = f"sync.options.{name} is not an argument of torch.optim.{kind.__name__}"
-        require_one_of(name, taken, message)
-
-
-def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    optimizers = {
-        key: kind
-        for key, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    }
-    del optimizers["Optimizer"]  # the base class
-    if name not in optimizers:
-        same = [key for key in optimizers if key.lower() == name.lower()]
-        close = same or difflib.get_close_matches(name, optimizers, n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        hint = f"{meant}torch.optim has {', '.join(sorted(optimizers))}"
-        message = f"sync.optimizer {name!r} is not an optimizer of torch.optim"
-        raise ConfigurationError(message, hint=hint)
-    return optimizers[name]

@@ -2,7 +2,7 @@
 
 A key that is left out has the method's own default, which is that of its rule in
 ``fivefold.optim``. A key that the method does not take is an error, so that nobody believes in a
-setting that does nothing. This module knows nothing of torch.
+setting that does nothing. This module loads no torch.
 """
 
 from __future__ import annotations
@@ -10,69 +10,70 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, LiteralString
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim import AutoTau, OuterRule, outer_rules
+from fivefold.optim.penalties import PENALTY_NAMES
 from fivefold.runs import Section
 from fivefold.runs.config import Count, Momentum, Positive, Share, Text
 
-_ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16} | {
-    "average_states": None,
-    "synchronous_start": 0,
-    "synchronous_end": 0,
-    "outlier_factor": None,
-    "shard": None,
-}
-_HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
-_NESTEROV = {"outer_lr": 0.7, "outer_momentum": None}  # the rule's, by tau
+_GRADIENTS: dict[str, Any] = {"codec": "fp32", "check_every_rounds": 16, "outlier_factor": None}
+_ROUNDS: dict[str, Any] = _GRADIENTS | {"tau": 8, "average_states": None, "shard": None}
+_PLAIN: dict[str, dict[str, Any]] = {"none": {}, "ddp": {"codec": "fp32"}}
 
 DEFAULT_METHOD: Final = "delay_corrected"  # the rule that guides/which_rule_when.md recommends
-# Keys of each method with their defaults; None where there is none. A test compares them with
-# the defaults of the rules.
-_METHODS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "ddp": {"codec": "fp32"},
-    "local_sgd": _ROUNDS,
-    "slowmo": _ROUNDS | {"outer_lr": 1.0, "outer_momentum": 0.5, "clip": math.inf, "units": "lr"},
-    "diloco": _ROUNDS | _NESTEROV,
-    "co2": _HIDDEN_ROUNDS
-    | {"outer_lr": 0.7, "outer_momentum": 0.2, "staleness": "gap", "clip": 1.0}
-    | {"units": "delta", "bootstrap": "reset", "fragments": 1, "delay_steps": None},
-    "delay_corrected": _HIDDEN_ROUNDS | {"fragments": None, "delay_steps": None},
-    "overlap_local_sgd": _HIDDEN_ROUNDS | {"outer_momentum": 0.7, "pull": 0.6},
-    "eager_diloco": _HIDDEN_ROUNDS | {"outer_lr": 0.5, "outer_momentum": 0.3},
-    "streaming_diloco": _HIDDEN_ROUNDS
-    | _NESTEROV
-    | {"fragments": None, "delay_steps": None, "keep": 0.5},
-    "outer_optimizer": _HIDDEN_ROUNDS | {"optimizer": "SGD", "options": None, "hidden": False},
-    "delayed_gradients": {"codec": "fp32", "check_every_rounds": 16}
-    | {"extrapolation": 0.0, "ramp_steps": 20, "outlier_factor": None},
-}
-# Of SGD, where neither it nor its options are given: DiLoCo's step; hidden, the best of our tuning.
-_SGD_OPTIONS = {False: {"lr": 0.7, "momentum": 0.9, "nesterov": True}, True: {"lr": 0.5}}
 _DDP_CODECS = ("fp32", "bf16", "fp16")
-_AUTO = ("co2", "delay_corrected", "overlap_local_sgd", "eager_diloco", "streaming_diloco")
 
 
-# The names of fivefold.optim, which loads torch; a test compares them.
-_PENALTIES = ("gap", "gap-rms", "gap-param", "constant", "none")
+def _methods() -> list[str]:
+    return [*_PLAIN, *outer_rules()]
+
+
+def _keys(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a method with their defaults; None where there is none."""
+    if method in _PLAIN:
+        return _PLAIN[method]
+    rule = outer_rules()[method]
+    own = rule.settings(given)
+    takes = (_GRADIENTS if rule.sends_gradients else _ROUNDS) | own
+    if takes.get("tau", 0) is None:
+        takes["tau"] = _ROUNDS["tau"]
+    if "clip" in own and own["clip"] is None:
+        takes["clip"] = math.inf
+    may_hide = (rule.hides_rounds and not rule.sends_gradients) or "hidden" in own
+    return takes | {"auto_tau": None} if may_hide else takes
+
+
+def _method(value: Any) -> Any:
+    names = _methods()
+    if value in names:
+        return value
+    kind: LiteralString = "literal_error"
+    raise PydanticCustomError(
+        kind,
+        "Input should be {expected}",
+        {"expected": " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])},
+    )
 
 
 def _staleness(value: Any) -> Any:
     if not isinstance(value, str):
         return value  # the type check says so
     name, colon, number = value.partition(":")
-    if name in _PENALTIES and not colon:
+    if name in PENALTY_NAMES and not colon:
         return value
     if name == "constant":
         with contextlib.suppress(ValueError):
             if float(number) >= 1 and math.isfinite(float(number)):
                 return value
-    close = difflib.get_close_matches(name.lower(), _PENALTIES, n=1)
+    close = difflib.get_close_matches(name.lower(), PENALTY_NAMES, n=1)
     meant = f'did you mean "{close[0]}"? ' if close else ""
-    names = ", ".join(f'"{known}"' for known in _PENALTIES)
+    names = ", ".join(f'"{known}"' for known in PENALTY_NAMES)
     message = f"sync.staleness {value!r} is not known"
     raise ConfigurationError(
         message, hint=f'{meant}Use one of {names}, or "constant:2" with a number of at least 1'
@@ -123,19 +124,8 @@ class SyncConfig(Section):
     None. Which method takes which keys is in the guide of the trainer.
     """
 
-    method: Literal[
-        "none",
-        "ddp",
-        "local_sgd",
-        "slowmo",
-        "diloco",
-        "co2",
-        "delay_corrected",
-        "overlap_local_sgd",
-        "eager_diloco",
-        "streaming_diloco",
-        "outer_optimizer",
-        "delayed_gradients",
+    method: Annotated[
+        str, BeforeValidator(_method), WithJsonSchema({"type": "string", "enum": _methods()})
     ] = DEFAULT_METHOD
     """way in which the ranks synchronise"""
     tau: Annotated[int | Literal["auto"] | None, BeforeValidator(_tau)] = None
@@ -193,14 +183,17 @@ class SyncConfig(Section):
     def _keys_of_the_method(cls, given: Any) -> Any:
         """Refuse keys of other methods, and fill in the defaults of this one's."""
         method = given.get("method", DEFAULT_METHOD) if isinstance(given, dict) else None
-        if not isinstance(method, str) or method not in _METHODS:  # the type check says so
+        if method not in _methods():  # the type check says so
             return given
-        takes = _METHODS[method]
         values = {key: value for key, value in given.items() if value is not None}
+        takes = _keys(method, values)
         for key in values:
             if key in cls.model_fields and key not in {"method", *takes}:
                 raise _not_a_key_of(method, key)
-        return _with_defaults(values, takes)
+        defaults = {key: value for key, value in takes.items() if value is not None}
+        if values.get("tau") == "auto":
+            defaults["auto_tau"] = AutoTauConfig()
+        return defaults | values
 
     @model_validator(mode="after")
     def _fits(self) -> SyncConfig:
@@ -208,9 +201,11 @@ class SyncConfig(Section):
             message = f'sync.codec "{self.codec}" is not for ddp'
             hint = 'use "fp32", "bf16" or "fp16"; blockwise codecs need a method with rounds'
             raise ConfigurationError(message, hint=hint)
-        if self.tau == "auto" and not (self.method in _AUTO or self.hidden):
+        rules = outer_rules()
+        hiding = [n for n, r in rules.items() if r.hides_rounds and not r.sends_gradients]
+        if self.tau == "auto" and not (self.method in hiding or self.hidden):
             message = f'sync.tau "auto" needs a method that hides its rounds; got {self.method}'
-            hint = f"use {', '.join(_AUTO)}, or give sync.tau as a number"
+            hint = f"use {', '.join(hiding)}, or give sync.tau as a number"
             raise ConfigurationError(message, hint=hint)
         if self.codec == "auto" and self.tau != "auto":
             message = f'sync.codec "auto" is chosen with the round; got sync.tau {self.tau}'
@@ -231,24 +226,45 @@ class SyncConfig(Section):
                 raise ConfigurationError(message, hint=f"lower sync.{key}, or raise sync.tau")
         return self
 
+    @property
+    def rule_class(self) -> type[OuterRule] | None:
+        """Outer rule of the method; None for a method without one."""
+        return outer_rules().get(self.method)
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether the method synchronises in rounds of local steps."""
+        return self.rule_class is not None and not self.rule_class.sends_gradients
+
+    def rule(self, *, total_steps: int | None = None) -> OuterRule:
+        """Return the outer rule of a run of so many steps.
+
+        Raises:
+            ConfigurationError: The method has none, or the rule refuses its settings.
+        """
+        kind = self.rule_class
+        if kind is None:
+            message = f'sync.method = "{self.method}" has no outer rule'
+            raise ConfigurationError(message, hint=f"use one of {', '.join(outer_rules())}")
+        keys = [key for key in kind.settings({}) if getattr(self, key) is not None]
+        settings: dict[str, Any] = {key: getattr(self, key) for key in keys}
+        if self.synchronous_end:
+            settings["total_steps"] = total_steps
+        if self.clip is not None and math.isinf(self.clip):
+            settings["clip"] = None
+        if self.auto_tau is not None:
+            settings["tau"] = AutoTau(**self.auto_tau.model_dump())
+        return kind.from_settings(settings)
+
 
 def keys_of_method(method: str) -> frozenset[str]:
     """Return the keys that a method takes; all keys where there is no such method."""
-    takes = _METHODS.get(method, SyncConfig.model_fields)
+    takes = _keys(method, {}) if method in _methods() else SyncConfig.model_fields
     return frozenset({"method", *takes})
 
 
-def _with_defaults(values: dict[str, Any], takes: dict[str, Any]) -> dict[str, Any]:
-    defaults = {key: value for key, value in takes.items() if value is not None}
-    if "optimizer" in takes and "optimizer" not in values:
-        defaults["options"] = dict(_SGD_OPTIONS[values.get("hidden") is True])
-    if values.get("tau") == "auto":
-        defaults["auto_tau"] = AutoTauConfig()
-    return defaults | values
-
-
 def _not_a_key_of(method: str, key: str) -> ConfigurationError:
-    takers = [name for name, keys in _METHODS.items() if key in keys]
+    takers = [name for name in _methods() if key in _keys(name, {})]
     takes = sorted(keys_of_method(method) - {"method"})
     has = f"{method} takes {', '.join(takes)}" if takes else f"{method} takes no other key"
     message = f'sync.{key} is not a setting of sync.method = "{method}"'
