@@ -11,9 +11,19 @@ import contextlib
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, LiteralString
+from dataclasses import fields
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    LiteralString,
+    Self,
+    get_type_hints,
+)
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from fivefold.errors import ConfigurationError
@@ -117,13 +127,7 @@ class AutoTauConfig(Section):
         return self
 
 
-class SyncConfig(Section):
-    """Table ``[sync]``: how the ranks are kept together.
-
-    Keys that the method takes and that are left out get its rule's defaults; the others are
-    None. Which method takes which keys is in the guide of the trainer.
-    """
-
+class _SyncTable(Section):
     method: Annotated[
         str, BeforeValidator(_method), WithJsonSchema({"type": "string", "enum": _methods()})
     ] = DEFAULT_METHOD
@@ -196,7 +200,7 @@ class SyncConfig(Section):
         return defaults | values
 
     @model_validator(mode="after")
-    def _fits(self) -> SyncConfig:
+    def _fits(self) -> Self:
         if self.method == "ddp" and self.codec not in _DDP_CODECS:
             message = f'sync.codec "{self.codec}" is not for ddp'
             hint = 'use "fp32", "bf16" or "fp16"; blockwise codecs need a method with rounds'
@@ -255,6 +259,37 @@ class SyncConfig(Section):
         if self.auto_tau is not None:
             settings["tau"] = AutoTau(**self.auto_tau.model_dump())
         return kind.from_settings(settings)
+
+
+def _own_keys() -> dict[str, Any]:
+    """Return the settings of rules that are no keys above, each as its rule declares it."""
+    found: dict[str, Any] = {}
+    for rule in outer_rules().values():
+        own = rule.settings({}).keys() - _SyncTable.model_fields.keys()
+        types = get_type_hints(rule, include_extras=True) if own else {}
+        for each in fields(rule):
+            if each.name in own:
+                about = Field(default=None, description=each.metadata.get("help"))
+                found[each.name] = (types[each.name] | None, about)
+    return found
+
+
+if TYPE_CHECKING:
+
+    class SyncConfig(_SyncTable):
+        """Table ``[sync]``: how the ranks are kept together."""
+
+else:
+    SyncConfig = create_model(
+        "SyncConfig",
+        __base__=_SyncTable,
+        __module__=__name__,
+        __doc__="""Table ``[sync]``: how the ranks are kept together.
+
+Keys that the method takes and that are left out get its rule's defaults; the others are
+None. Which method takes which keys is in the guide of the trainer.""",
+        **_own_keys(),
+    )
 
 
 def keys_of_method(method: str) -> frozenset[str]:
