@@ -12,6 +12,7 @@ from fivefold.train.config import SyncConfig, TrainConfig
 SIZE = 256
 SETTINGS = [
     {"method": "local_sgd"},
+    {"method": "diloco"},  # whose momentum tau decides
     {"method": "co2", "outer_momentum": 0.0},
     {"method": "co2", "outer_momentum": 0.0, "staleness": "gap-param"},
     {"method": "co2", "codec": "bf16"},

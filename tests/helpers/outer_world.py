@@ -46,10 +46,15 @@ RULES = {
         tau=2, optimizer=torch.optim.SGD, options=SGD_NESTEROV, hidden=True
     ),
 }
+# A rule without a row of its own is here with its defaults.
+for _key, _kind in optim.outer_rules().items():
+    if not any(isinstance(rule, _kind) for rule in RULES.values()):
+        _given = {name: value for name, value in _kind.settings({}).items() if value is not None}
+        RULES[_key] = _kind.from_settings({**_given, "tau": 2})
 # Whose payload is the gradient, so that what is done to the parameters alone is not sent.
-OF_GRADIENTS = {name for name, rule in RULES.items() if rule.merge == "gradients"}
+OF_GRADIENTS = {name for name, rule in RULES.items() if rule.sends_gradients}
 WITH_ENDS = {name for name, rule in RULES.items() if rule.synchronous_start}
-WITHOUT_LOSSES = {"eager", *OF_GRADIENTS}
+WITHOUT_LOSSES = {name for name, rule in RULES.items() if not rule.bears_losses}
 SURVIVES_LOSSES = {name: rule for name, rule in RULES.items() if name not in WITHOUT_LOSSES}
 WAITS = {name: rule for name, rule in RULES.items() if not rule.delayed}
 SEEDING = threading.Lock()  # ranks are threads, and torch has one global generator

@@ -194,7 +194,9 @@ class _SyncTable(Section):
         for key in values:
             if key in cls.model_fields and key not in {"method", *takes}:
                 raise _not_a_key_of(method, key)
-        defaults = {key: value for key, value in takes.items() if value is not None}
+        # A rule that was defined after this class keeps its own settings to itself.
+        known = takes.keys() & cls.model_fields.keys()
+        defaults = {key: takes[key] for key in takes if key in known and takes[key] is not None}
         if values.get("tau") == "auto":
             defaults["auto_tau"] = AutoTauConfig()
         return defaults | values
@@ -250,8 +252,8 @@ class _SyncTable(Section):
         if kind is None:
             message = f'sync.method = "{self.method}" has no outer rule'
             raise ConfigurationError(message, hint=f"use one of {', '.join(outer_rules())}")
-        keys = [key for key in kind.settings({}) if getattr(self, key) is not None]
-        settings: dict[str, Any] = {key: getattr(self, key) for key in keys}
+        given = {key: getattr(self, key, None) for key in kind.settings({})}
+        settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         if self.synchronous_end:
             settings["total_steps"] = total_steps
         if self.clip is not None and math.isinf(self.clip):
