@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
@@ -152,7 +153,9 @@ def compile_plan_parser(source: Path, include: list[str], work: Path) -> _Parser
     return _Parser(program)
 
 
-def _build(standard: str, flags: list[str], folders: list, files: list, program: Path) -> None:
+def _build(
+    standard: str, flags: list[str], folders: list[Any], files: list[Any], program: Path
+) -> None:
     paths = [f"-I{folder}" for folder in folders]
     command = ["g++", standard, "-O1", "-w", *flags, *paths, *map(str, files), "-o", str(program)]
     subprocess.run(command, check=True)
@@ -192,7 +195,9 @@ def _rows(case: str, verdicts: list[tuple[bool, bool]]) -> Iterator[BenchmarkRow
     )
 
 
-def xml_rows(source: Path, include: list[str], work: Path, ranks: tuple[int, ...]) -> Iterator:
+def xml_rows(
+    source: Path, include: list[str], work: Path, ranks: tuple[int, ...]
+) -> Iterator[BenchmarkRow]:
     """Yield the rows of MSCCL's builds."""
     programs = [lower(schedule, in_place=in_place) for schedule, in_place in schedules_of(ranks)]
     for target, steps in STEPS.items():
@@ -211,7 +216,9 @@ def xml_rows(source: Path, include: list[str], work: Path, ranks: tuple[int, ...
         yield from _rows(case, list(zip(written, parser.accepts(files), strict=True)))
 
 
-def plan_rows(source: Path, include: list[str], work: Path, ranks: tuple[int, ...]) -> Iterator:
+def plan_rows(
+    source: Path, include: list[str], work: Path, ranks: tuple[int, ...]
+) -> Iterator[BenchmarkRow]:
     """Yield the rows of MSCCL++'s plans, on one host and across hosts of four ranks."""
     parser = compile_plan_parser(source, include, work)
     for where, per_host in (("one host", None), (f"hosts of {HOST} ranks", HOST)):
@@ -220,7 +227,7 @@ def plan_rows(source: Path, include: list[str], work: Path, ranks: tuple[int, ..
             path = work / f"{per_host}_{number}.plan.json"
             count = schedule.collective.num_ranks
             hosts = None if per_host is None else [rank // per_host for rank in range(count)]
-            options = {"in_place": in_place, "hosts": hosts}
+            options: dict[str, Any] = {"in_place": in_place, "hosts": hosts}
             try:
                 path.write_text(to_mscclpp_json(schedule, **options))
                 written.append(True)

@@ -43,6 +43,7 @@ class OuterOptimizer(OuterRule):
         Reddi et al., FedOpt, arXiv 2003.00295, which calls it the server optimizer.
 
     Examples:
+        >>> import torch
         >>> OuterOptimizer(tau=8, optimizer=torch.optim.AdamW, options={"lr": 1e-3}).delayed
         False
     """
