@@ -23,6 +23,7 @@ from fivefold.optim import (
 from fivefold.testing import run_world
 from helpers.outer_world import (
     OF_GRADIENTS,
+    OF_THEIR_OWN,
     RULES,
     SURVIVES_LOSSES,
     WAITS,
@@ -76,7 +77,9 @@ def with_tau(rule, tau):
 
 
 @pytest.mark.parametrize("inner", ["momentum", "adamw"])
-@pytest.mark.parametrize("name", sorted(RULES.keys() - {"co2-auto"} - OF_GRADIENTS - WITH_ENDS))
+@pytest.mark.parametrize(
+    "name", sorted(RULES.keys() - {"co2-auto"} - OF_GRADIENTS - WITH_ENDS - OF_THEIR_OWN)
+)
 def test_equals_the_reference_with_stateful_inner_optimizers(name, inner, monkeypatch):
     monkeypatch.setattr(_flat, "_CPU_PIECE_ELEMENTS", 4)  # a parameter is larger than a piece
     start = torch.linspace(-1, 1, SIZE, dtype=torch.float64)

@@ -56,7 +56,8 @@ OF_GRADIENTS = {name for name, rule in RULES.items() if rule.sends_gradients}
 WITH_ENDS = {name for name, rule in RULES.items() if rule.synchronous_start}
 WITHOUT_LOSSES = {name for name, rule in RULES.items() if not rule.bears_losses}
 SURVIVES_LOSSES = {name: rule for name, rule in RULES.items() if name not in WITHOUT_LOSSES}
-WAITS = {name: rule for name, rule in RULES.items() if not rule.delayed}
+WAITS = {name: rule for name, rule in SURVIVES_LOSSES.items() if not rule.delayed}
+OF_THEIR_OWN = {name for name, rule in RULES.items() if rule.merge == "own"}  # to no reference
 SEEDING = threading.Lock()  # ranks are threads, and torch has one global generator
 
 
