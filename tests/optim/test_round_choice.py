@@ -422,11 +422,15 @@ def plain_life(_, *, codec):
 @pytest.mark.distributed
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "topk"])
 def test_a_round_is_chosen_beside_a_given_codec(codec):
-    """Messages of milliseconds behind steps of 20: sixteen steps a round are too many."""
+    """Messages of milliseconds behind steps of 20: sixteen steps a round are too many.
+
+    But for topk, which takes some 30 ms to choose its elements: a twentieth of more steps.
+    """
     first, second = run_processes(2, lambda rank: plain_life(rank, codec=codec))
     assert first == second
     tau, resumed, codecs = first
-    assert tau == resumed < 16
+    assert tau == resumed
+    assert tau < 16 or codec == "topk"
     assert set(codecs) == {None}  # nobody's choice
 
 
