@@ -180,6 +180,7 @@ def beside(text):
         ({"e.csv": 'src,dst\n"a,b",c\n'}, "a delimiter inside", "--quote"),
         ({"e.csv": "a,b\n#c,d\n", "header": False}, "a comment's mark", "--comment none"),
         ({"e.csv": "src,dst\n0,1\n# odd\n"}, "cannot be read", "--comment"),
+        ({"e.csv": "#love,17\n#cat,18\ndog,19\neel,20\n"}, "a comment or a row", "--comment"),
         ({"e.csv": "src,dst\n0,1\nx,1\n", "ids": "number"}, "invalid value 'x'", "--ids text"),
         ({"e.csv": ",a,b\n0,5,7\n1,7,9\n"}, "may be the number of the row", "--column source"),
         ({"train.csv": EDGES, "test.csv": EDGES}, "or a split", "name the file"),
@@ -229,6 +230,7 @@ def test_what_is_asked(tmp_path, files, message, hint):
         ("src, dst\na, b\nb ,a\n", {}, [("a", "b"), ("b", "a")]),
         ("src,dst\n007,7\n", {}, [("007", "7")]),
         ('\ufeff"src","dst"\r\n"a","b"\r\n', {}, [("a", "b")]),
+        ("% 2 3\n1 2\n2 3\n", {}, [("1", "2"), ("2", "3")]),  # as KONECT's
         ("# c\r0,1\r# d\r1,2\r", {"comment": "#"}, [("0", "1"), ("1", "2")]),
         ("src,dst\r\n0,1\r# d\r1,2\r\n", {"comment": "#"}, [("0", "1"), ("1", "2")]),
     ],
@@ -317,6 +319,14 @@ def test_masks_of_several_splits_are_no_features(tmp_path):
     source, _ = find_source(tmp_path / "e.csv", SourceOptions(nodes=tmp_path / "n.csv"))
     assert source.features().dim == 1
     assert not source.reading.missing(["n.csv: train_mask_0", "n.csv: train_mask1"])
+
+
+def test_a_blank_line_of_one_column_is_a_node_without_a_label(tmp_path):
+    (tmp_path / "e.csv").write_text(EDGES)
+    (tmp_path / "nodes.csv").write_text("label\n0\n\n1\n")
+    source, _ = find_source(tmp_path, SourceOptions())
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.labels.tolist() == [0, -1, 1]
 
 
 def test_a_blank_field_is_no_class(tmp_path):

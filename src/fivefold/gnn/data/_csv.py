@@ -206,9 +206,20 @@ class CsvReader:
         """Ask whether lines before the table are rows whose names begin with a mark."""
         if self.dialect.comment is not None or len(fields) < 2:
             return
-        numbers = any(column and all(map(is_number, column)) for column in self._columns)
-        like_rows = [line for line in head if line and len(self._fields(line)) == len(fields)]
-        if like_rows and not numbers and self.dialect.header is None and not self.has_header:
+        numbers = [bool(column) and all(map(is_number, column)) for column in self._columns]
+
+        def is_like_rows(line: str) -> bool:
+            found = self._fields(line)
+            if any(numbers) and not line[1:2].strip():
+                return False  # "% 200 80 80" of KONECT is a comment: no name begins with a blank
+            return len(found) == len(fields) and all(
+                is_number(field.lstrip("#% "))
+                for field, only in zip(found, numbers, strict=True)
+                if only
+            )
+
+        like_rows = [line for line in head if line and is_like_rows(line)]
+        if like_rows and self.dialect.header is None and not self.has_header:
             raise DataError(
                 f"cannot tell whether a line of {self.path} is a comment or a row: "
                 f"{like_rows[-1][:80]}",
@@ -257,6 +268,8 @@ class CsvReader:
                     delimiter=self.delimiter,
                     quote_char=self.quote if self.quoted else False,
                     newlines_in_values=self.quoted and self.dialect.quote is not None,
+                    # In one column a blank line is a row without a value: the next is not its.
+                    ignore_empty_lines=len(self.names) > 1,
                 ),
                 convert_options=csv.ConvertOptions(
                     include_columns=list(columns),
