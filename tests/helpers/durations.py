@@ -2,10 +2,11 @@
 
 ``tools/measure_tests.py`` measures and writes ``tests/durations.json``; nothing in it is written by
 hand. A case takes at most ``DAY_S`` by day: of a parametrized test those that take longer run at
-night. A test marked ``slow`` is a named exception: its first case, or those that the marker names,
-runs by day and takes at most ``SLOW_S``. A test that would leave the day whole says ``nightly``
-itself, so that none leaves it unseen (``test_house.py`` looks). What fixtures prepare for many
-cases is counted by itself, and takes at most ``SHARED_S``.
+night, and those after the first that stays take at most ``FURTHER_S``. A test marked ``slow`` is a
+named exception: its first case, or those that the marker names, runs by day and takes at most
+``SLOW_S``. A test that would leave the day whole says ``nightly`` itself, so that none leaves it
+unseen (``test_house.py`` looks). What fixtures prepare for many cases is counted by itself, and
+takes at most ``SHARED_S``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 
 FILE = Path(__file__).parents[1] / "durations.json"
 DAY_S = 1.0
+FURTHER_S = 0.5
 SLOW_S = 5.0
 SHARED_S = 10.0
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # all of a session, whatever it chooses then
@@ -41,17 +43,19 @@ def known_cases() -> dict[str, float]:
 def leave_to_the_night(items: list[pytest.Item]) -> None:
     """Mark ``nightly`` what takes too long for every change."""
     known = known_cases()
-    seen = set()
+    staying = set()
     for item in items:
         name, _, case = item.nodeid.partition("[")
         exception = item.get_closest_marker("slow")
         if exception is None:
-            is_long = case and known.get(item.nodeid, 0.0) > DAY_S
+            limit_s = FURTHER_S if name in staying else DAY_S
+            is_long = case and known.get(item.nodeid, 0.0) > limit_s
         else:
-            is_long = case[:-1] not in exception.args if exception.args else name in seen
-        seen.add(name)
+            is_long = case[:-1] not in exception.args if exception.args else name in staying
         if is_long:
             item.add_marker("nightly")
+        else:
+            staying.add(name)
 
 
 def processor_s() -> float:

@@ -20,6 +20,7 @@ from fivefold.moe import (
     TorchSymmetricHeap,
     VirtualHeap,
 )
+from helpers.night import by_night
 from oracles.children import check_case, environment, lines_of_cases
 
 pytest.importorskip("triton")
@@ -70,6 +71,25 @@ CASES = [
     "group: no tokens anywhere",
     "group: what does not fit is named",
 ]
+FOR_THE_NIGHT = {
+    "several tiles per expert",
+    "all sizes one",
+    "gate: not normalised",
+    "gate: top k, then softmax",
+    "group: any number of ranks",
+    "group: the capacity layout",
+    "group: bfloat16",
+    "group: a layer",
+    "float16",
+    "every expert",
+    "more experts than used",
+    "odd sizes without descriptors",
+    "group: weights on the input",
+    "group: float16 with a plain activation",
+    "bfloat16",
+    "skewed calls one after the other",
+    "every row has the writer that its index says",
+}
 TRAINED = {"2 ranks train, fused": 1, "3 ranks train, reference": 2, "4 ranks train, reference": 2}
 SCENES = [f"{n} ranks, {layout}" for n in (2, 3, 4) for layout in ("compact", "capacity")]
 
@@ -104,7 +124,7 @@ def processes():
     return {(line["scene"], line["rank"]): line for line in lines}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_night(CASES, FOR_THE_NIGHT))
 def test_ranks_give_the_bits_of_one_rank_and_hold_what_they_say(virtual, name):
     check_case(virtual[name], LIMITS)
 

@@ -19,7 +19,7 @@ pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elasti
 
 from fivefold import optim
 from fivefold.errors import ConfigurationError
-from helpers.elastic_world import World
+from helpers.elastic_world import World, again_after_a_crash
 
 pytestmark = pytest.mark.distributed
 
@@ -72,7 +72,7 @@ class Spy:
 
 
 def train(log, *, lighthouse, name, rule="co2", weight=None, steps=120, **options):
-    options = {"timeout_s": 4.0, "quorum_timeout_s": 20.0, "max_workers": 8, **options}
+    options = {"timeout_s": 4.0, "quorum_timeout_s": 60.0, "max_workers": 8, **options}
     model = torch.nn.Module()
     model.p = torch.nn.Parameter(torch.zeros(len(NAMES)))
     model.other = torch.nn.Parameter(torch.zeros(5))
@@ -157,6 +157,7 @@ def require_work_once(world, turns, *names, weights=None):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rule", ["co2", "local_sgd"])
+@again_after_a_crash
 def test_kill_in_flight_then_a_newcomer(tmp_path, rule):
     with World(tmp_path, min_workers=2) as world:
         for name in "abc":
@@ -180,6 +181,7 @@ def test_kill_in_flight_then_a_newcomer(tmp_path, rule):
 
 
 @pytest.mark.parametrize("rule", sorted(RULES.keys() - {"co2", "local_sgd"}))
+@again_after_a_crash
 def test_other_rules_agree_after_a_kill_and_a_join(tmp_path, rule):
     with World(tmp_path, min_workers=2) as world:
         for name in "abc":
@@ -194,6 +196,7 @@ def test_other_rules_agree_after_a_kill_and_a_join(tmp_path, rule):
 
 
 @pytest.mark.nightly
+@again_after_a_crash
 def test_a_silent_worker_comes_back(tmp_path):
     with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:
         for name in "abc":
@@ -210,6 +213,7 @@ def test_a_silent_worker_comes_back(tmp_path):
         require_one_truth(world, "a", "b")
 
 
+@again_after_a_crash
 def test_workers_weigh_as_many_tokens_as_they_have(tmp_path):
     """A worker that ends, and its weight with it; the others' lost all-reduce travels again."""
     weights = {"a": 3.0, "b": 1.0, "c": 2.0}

@@ -18,7 +18,7 @@ pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elasti
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
 from fivefold.optim import _elastic_services
 from fivefold.optim._elastic import LeftBehindError, elastic_transport
-from helpers.elastic_world import World
+from helpers.elastic_world import TorchCrashError, World, again_after_a_crash
 
 pytestmark = pytest.mark.distributed
 
@@ -175,6 +175,7 @@ def test_three_workers_apply_all_their_work(tmp_path):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("delayed", [True, False])
+@again_after_a_crash
 def test_a_killed_worker_costs_the_others_nothing(tmp_path, delayed):
     with World(tmp_path, min_workers=2) as world:
         for name in "abc":
@@ -210,6 +211,7 @@ def test_a_newcomer_stands_where_the_others_stand(tmp_path, delayed):
         assert sum(end_of(world, name)["lost"] for name in "abc") == 0
 
 
+@again_after_a_crash
 def test_kill_and_rejoin_takes_the_free_slot(tmp_path):
     with World(tmp_path, min_workers=2) as world:
         for name in "abc":
@@ -277,6 +279,7 @@ def test_a_newcomer_that_dies_while_it_recovers(tmp_path):
         assert end_of(world, "a")["anchor"][2] == 0
 
 
+@again_after_a_crash
 def test_the_source_of_a_newcomer_dies(tmp_path):
     """The newcomer has been promised a state, and its source ends before the next launch."""
     with World(tmp_path, min_workers=2) as world:
@@ -293,6 +296,7 @@ def test_the_source_of_a_newcomer_dies(tmp_path):
         require_all_work_of(world, *rest)
 
 
+@again_after_a_crash
 def test_the_last_worker_goes_on_alone_where_that_is_allowed(tmp_path):
     with World(tmp_path, min_workers=1) as world:
         for name in "ab":
@@ -305,6 +309,7 @@ def test_the_last_worker_goes_on_alone_where_that_is_allowed(tmp_path):
         assert end["anchor"][0] == end["done"]
 
 
+@again_after_a_crash
 def test_too_few_workers_are_an_error_that_names_worker_and_round(tmp_path):
     with World(tmp_path, min_workers=2) as world:
         for name in "ab":
@@ -320,6 +325,7 @@ def test_too_few_workers_are_an_error_that_names_worker_and_round(tmp_path):
 
 
 @pytest.mark.slow
+@again_after_a_crash
 def test_a_silent_worker_is_left_behind_and_comes_back(tmp_path):
     """A stopped process beats no heart; the others go on, and it joins again when it wakes."""
     with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:
@@ -361,6 +367,7 @@ def test_a_deadline_follows_what_arrived():
     assert deadline.seconds == 120.0
 
 
+@again_after_a_crash
 def test_a_worker_that_vanished_is_noticed_long_before_the_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr(_elastic_services, "_SHORTEST_DEADLINE_S", 1.5)
     with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:
@@ -411,6 +418,7 @@ def test_the_lighthouse_is_killed_and_another_takes_its_place(tmp_path):
         assert end_of(world, "a")["lost"] == lost
 
 
+@again_after_a_crash
 def test_a_new_lighthouse_leaves_no_healthy_worker_behind(tmp_path):
     """Its first two voters would be a quorum, but it has not heard of the third yet."""
     with World(tmp_path, min_workers=2) as world:
@@ -431,6 +439,7 @@ def test_a_new_lighthouse_leaves_no_healthy_worker_behind(tmp_path):
         assert end_of(world, "a")["lost"] == lost
 
 
+@again_after_a_crash
 def test_a_new_lighthouse_waits_for_a_dead_worker_only_so_long(tmp_path, monkeypatch):
     monkeypatch.setattr(_elastic_services, "_RETURN_S", 2.0)
     with World(tmp_path, min_workers=2) as world:
@@ -466,3 +475,25 @@ def test_without_torchft(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchft.coordination", None)
     with pytest.raises(UnsupportedError, match="needs the package torchft"):
         elastic_transport(lighthouse="127.0.0.1:1")
+
+
+def test_a_scene_in_which_gloo_crashed_is_played_once_more_and_no_third_time(tmp_path):
+    played = []
+
+    def crash(*_arguments, **_named):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    @again_after_a_crash
+    def scene(tmp_path, crashes):
+        played.append(tmp_path)
+        with World(tmp_path) as world:
+            world.start("a", crash if len(played) <= crashes else lambda *_args, **_named: None)
+            world.join("a")
+
+    scene(tmp_path, crashes=1)
+    assert played == [tmp_path, tmp_path / "again"]
+    played.clear()
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(TorchCrashError):
+        scene(other, crashes=2)
