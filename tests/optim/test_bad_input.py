@@ -242,6 +242,33 @@ def test_a_state_that_one_rank_cannot_load_is_refused_by_all():
     assert "resume with the same rule" in second
 
 
+@pytest.mark.parametrize("gone", ["fragments", "schedule", "scalars", "anchor"])
+def test_a_state_that_is_damaged_on_one_rank_is_refused_by_all(gone):
+    """Before anything is written: what one rank lacks the others would wait for."""
+
+    def work(transport):
+        model, _, sync = make(transport, optim.CO2(tau=2))
+        state = copy.deepcopy(sync.state_dict())
+        if transport.rank == 1:
+            part = state["fragments"]["0"]
+            if gone == "fragments":
+                del state["fragments"]["0"]
+            elif gone == "anchor":
+                for entries in part["tensors"].values():
+                    entries["anchor"] = 0.0
+            else:
+                del part[gone]
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(ConfigurationError) as refused:
+            sync.load_state_dict(state)
+        assert all(map(torch.equal, before, model.parameters()))
+        return str(refused.value)
+
+    first, second = run_world(2, work)
+    assert first.startswith("rank 1 cannot load: ")
+    assert "the outer state is damaged" in second
+
+
 def test_zero_inner_learning_rate_in_lr_units_is_an_error():
     def work(transport):
         model, optimizer, sync = make(transport, optim.SlowMo(tau=1))

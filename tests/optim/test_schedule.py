@@ -1,5 +1,6 @@
 """Random histories of the schedule: every launched round is merged exactly once, in order."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -183,3 +184,13 @@ def test_fragments_still_take_turns_evenly_when_tau_changes(number, before, afte
                 launches.append(step)
     assert launches == [after * (index + 1) for index in range(len(launches))]
     assert len(launches) == 4 * number
+
+
+@given(st.integers(2, 64), st.booleans())
+def test_a_round_ends_also_while_tau_grows_at_every_step(tau, delayed):
+    schedule = RoundSchedule(tau=tau, delayed=delayed)
+    for more in range(1, 2 * tau + 1):
+        if schedule.step() is not None:
+            return
+        schedule.retune(tau + more, delay_steps=None)
+    pytest.fail("no round ended")

@@ -54,6 +54,7 @@ class BoundaryClock:
             return None
         if self._side is None:
             return self._began_s - self._launched_s
+        self._launched.synchronize()  # of another stream, where the loop has changed it
         self._began.synchronize()  # long past: what is sent was looked at since
         seconds: float = self._launched.elapsed_time(self._began) / 1000
         return seconds

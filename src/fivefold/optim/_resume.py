@@ -62,6 +62,10 @@ def agree_to_load(
         fit(changed, (state["rank"], state["world_size"]) != here)
     except ConfigurationError as error:
         problem = error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # Raised here alone the other ranks would wait for this one.
+        message = f"the outer state is damaged: {type(error).__name__}: {error}"
+        problem = ConfigurationError(message, hint="load another checkpoint")
     then = None if problem is not None else (state["rank"], state["world_size"])
     mine = here, then, None if problem is None else (problem.message, problem.hint)
     found = [mine] if getattr(transport, "may_lose", False) else transport.gather_objects(mine)
@@ -122,6 +126,8 @@ def require_fit(
     Raises:
         ConfigurationError: Names what differs.
     """
+    for part in state["fragments"].values():
+        part["schedule"], part["scalars"]
     if "fragments" not in changed:
         for fragment in fragments:
             fragment.matching(state["fragments"][str(fragment.index)], shared=stranger)

@@ -77,8 +77,9 @@ class RoundSchedule:
 
     def retune(self, tau: int, *, delay_steps: int | None) -> None:
         """Make rounds longer or shorter, the present one in proportion to what is left of it."""
-        # So fragments that take turns evenly over a round still do.
-        left = max(1, -(-self.steps_left * tau // self.tau))
+        # So fragments that take turns evenly over a round still do. Rounded down: with a tau that
+        # grows at every step a round would never end.
+        left = max(1, self.steps_left * tau // self.tau)
         self._ends_at = self.steps_in_round + left
         self._steps_to_skip = self._steps_to_skip * tau // self.tau
         self.tau, self.merge_after = tau, delay_steps

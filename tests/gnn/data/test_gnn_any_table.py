@@ -164,6 +164,10 @@ EDGES = "src,dst\n0,1\n1,2\n"
 NODES = "id,{}\n0,1\n1,1\n2,1\n"
 LATE_ZERO = "src,dst\n" + "".join(f"{n},{n + 1}\n" for n in range(1100)) + "007,7\n"
 
+QUOTED_ZERO = (
+    "src,kind,dst\n" + "".join(f'{n},"a,b",{n + 1}\n' for n in range(1100)) + '5,"a,b",007\n'
+)
+
 
 def beside(text):
     """A node table beside the edges."""
@@ -189,6 +193,7 @@ def beside(text):
         ({"e.tsv": "root\t1\n1\t2\n"}, "cannot tell whether the first line", "--header"),
         ({"e.csv": "al,bo,odd\nca,da,3\nal,ca,4\n"}, "cannot tell whether", "--header"),
         ({"e.csv": LATE_ZERO}, "has the id '007'", "--ids text"),
+        ({"e.csv": QUOTED_ZERO}, "has the id '007'", "--ids text"),
         ({"e.txt": "1 2\t3\n2 3\t4\n"}, "holds several numbers: '1 2'", "one delimiter"),
         ({"e.csv": "src,dst\nJos\udce9,b\n"}, "UTF8", "iconv"),
         ({"e.csv": EDGES, "e.csv.gz": "src,dst\n2,2\n"}, "one table twice", "name the file"),
@@ -319,6 +324,23 @@ def test_masks_of_several_splits_are_no_features(tmp_path):
     source, _ = find_source(tmp_path / "e.csv", SourceOptions(nodes=tmp_path / "n.csv"))
     assert source.features().dim == 1
     assert not source.reading.missing(["n.csv: train_mask_0", "n.csv: train_mask1"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["2020-01-02", "2020-01-01", "2020-01-02"], ["2020-01-01", "2020-01-02"]),
+        (["", *[""] * 600_000, "dog", "cat"], ["cat", "dog"]),  # a first block without a word
+    ],
+)
+def test_labels_are_classes_whatever_arrow_took_them_for(tmp_path, labels, names):
+    (tmp_path / "e.csv").write_text(EDGES)
+    rows = "".join(f"{number},{label}\n" for number, label in enumerate(labels))
+    (tmp_path / "nodes.csv").write_text(f"id,label\n{rows}")
+    source, _ = find_source(tmp_path, SourceOptions())
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.class_names == names
+        assert dataset.labels[-1] == names.index(labels[-1])
 
 
 def test_a_blank_line_of_one_column_is_a_node_without_a_label(tmp_path):

@@ -395,14 +395,14 @@ class _Lines(io.RawIOBase):
 class ZeroFinder:
     """Looks for fields of some columns that begin with 0 before a digit, as in 007.
 
-    As numbers they are the same as 7, as names they are not. Delimiters in quotes count, so that
-    what is found must be looked at again.
+    As numbers they are the same as 7, as names they are not. Delimiters in quotes move columns, so
+    where there are quotes any such field counts; what is found must be looked at again.
     """
 
     def __init__(self, table: CsvReader, columns: Sequence[str]) -> None:
         self._delimiter = ord(table.delimiter)
         self._columns = [table.names.index(name) for name in columns]
-        self.found = False
+        self._quoted, self.found = table.quoted, False
 
     def __call__(self, text: Array) -> None:
         """Look at the bytes of whole lines."""
@@ -417,7 +417,8 @@ class ZeroFinder:
         places = np.concatenate(parts)
         after = text[np.minimum(places + 1, len(text) - 1)] - np.uint8(ord("0"))
         places = places[(text[places - 1] != ord(".")) & (after < 10)]
-        if not places.size:
+        if self._quoted or not places.size:
+            self.found = bool(places.size)
             return
         signs = np.flatnonzero(text == self._delimiter)
         ends = np.flatnonzero(text == ord("\n"))

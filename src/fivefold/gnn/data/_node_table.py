@@ -432,8 +432,8 @@ class NodeTable:
         kind, order = self.types[label], dict[str, None]()
         by_category = pa.types.is_dictionary(kind)
         kind = kind.value_type if by_category else kind
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            return None
+        if _is_numeric(kind):
+            return None  # what a first block of blanks or dates is taken for is read as words
         for batch in self.table.batches([label], None if by_category else [pa.string()]):
             column = batch.column(0)
             values = column.dictionary if by_category else column.unique()
