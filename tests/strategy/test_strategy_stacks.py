@@ -164,7 +164,7 @@ def test_a_graph_of_the_whole_iteration_takes_the_host_out_of_the_way():
 
 
 def test_releases_after_2602_are_predicted_within_nine_percent_but_for_gpt_oss():
-    """Nothing was fitted to them: experts, adapters, NVFP4 and four device generations."""
+    """No constant is theirs (that of scans is of 26.02.01): experts, adapters, NVFP4, five GPUs."""
     errors = {"26.04": [], "26.06": []}
     for row in read_table("megatron_bridge_2026"):
         if "GPT OSS" not in row.case:  # its attention kernels changed from release to release

@@ -121,6 +121,7 @@ def search_plans(
         found.run()
         # The leanest: with more memory it is among those to choose from, so none gets slower.
         found.plans = [min(found.front, key=lambda point: point[1])[2]] if found.front else []
+        found.front = found.front if front else []
     if not found.plans:
         _raise_no_fit(found)
     ruled_out, num_bounded = found.bounded, found.bounded.total()

@@ -50,8 +50,8 @@ class StackSpec:
         host_kernel_s: Time in which the host can issue one kernel: the floor of small layers.
         expert_kernel_s: The same for products of experts, one by one; 0: they are one kernel.
         scan_slowdown: Time of a scan (Mamba) over that of its bytes and FLOPs at full rates.
-            Fitted: Nemotron 3 Nano on H100 to GB300, Megatron-Bridge 26.02.01, where Triton's
-            kernels of mamba_ssm run.
+            Fitted: Nemotron 3 Nano on H100 to GB300, Megatron-Bridge 26.02.01, with later releases
+            in sight; Triton's kernels of mamba_ssm run there.
         dropless: No token is dropped, so the host waits for the router before it issues experts.
         graphed: Types of products, separated by spaces, whose whole iteration is one CUDA graph:
             the host issues nothing and waits for nothing.
