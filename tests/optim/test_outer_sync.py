@@ -59,6 +59,7 @@ def flat(model):
 
 @pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
 @settings(deadline=None, max_examples=30)
+@pytest.mark.slow
 @given(
     tau=st.integers(1, 5),
     steps=st.integers(1, 23),
