@@ -4,12 +4,15 @@ The gradient of a worker is the mean over its ranks. Each rank has a part of it;
 own sharding or DistributedDataParallel does with it is real.
 """
 
+import functools
 import warnings
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fivefold import optim
 from fivefold.testing import run_processes
@@ -126,7 +129,26 @@ def fsdp_run(rank, rule, steps, mesh):
     sync = optim.OuterSync(
         model, optimizer, rule=rule, process_group=mesh["replicate"], check_every_rounds=1
     )
-    return steps_of(model, model, optimizer, sync, rank, rule, steps)
+    return steps_of(model, functools.partial(loss_of, model), optimizer, sync, rank, rule, steps)
+
+
+def tensor_run(rank, rule, steps, mesh):
+    """Tensor parallelism, whose ranks see one batch; some parameters are on both, some apart."""
+    mesh = init_device_mesh("cpu", (WORKERS, 1, SHARDS), mesh_dim_names=("replicate", "dp", "tp"))
+    model = Net()
+    plan = {"first": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(trainable(model), lr=LR, foreach=False)  # two kinds of DTensor
+    sync = optim.OuterSync(
+        model, optimizer, rule=rule, process_group=mesh["replicate"], check_every_rounds=1
+    )
+
+    def both(worker_rank, step):
+        first = worker_rank // SHARDS * SHARDS
+        return sum(loss_of(model, first + place, step) for place in range(SHARDS)) / SHARDS
+
+    return steps_of(model, both, optimizer, sync, rank, rule, steps)
 
 
 def zero_run(rank, rule, steps, mesh):
@@ -144,13 +166,13 @@ def zero_run(rank, rule, steps, mesh):
         shard_group=mesh["shard"],
         check_every_rounds=1,
     )
-    return steps_of(model, wrapped, optimizer, sync, rank, rule, steps)
+    return steps_of(model, functools.partial(loss_of, wrapped), optimizer, sync, rank, rule, steps)
 
 
-def steps_of(model, called, optimizer, sync, rank, rule, steps):
+def steps_of(model, loss, optimizer, sync, rank, rule, steps):
     boundaries = [full(model)]
     for step in range(steps):
-        loss_of(called, rank, step).backward()
+        loss(rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         sync.step()
@@ -169,7 +191,7 @@ def difference(ours, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [fsdp_run, zero_run], ids=["fsdp2", "zero"])
+@pytest.mark.parametrize("run", [fsdp_run, zero_run, tensor_run], ids=["fsdp2", "zero", "tensor"])
 def test_every_rule_equals_the_unsharded_reference(run):
     def work(rank):
         mesh = mesh_2d()

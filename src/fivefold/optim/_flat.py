@@ -7,7 +7,7 @@ each boundary and never kept: user code may replace it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 
@@ -106,8 +106,10 @@ class FlatGroup:
         extras: Iterable[str],
         share: RowShare,
         device: torch.device | None = None,
+        copies: int = 1,
     ) -> None:
         self.tensors = list(tensors)
+        self.copies = copies  # ranks of the worker that hold the same elements
         self._share = share
         live_device = local_tensor(self.tensors[0]).device
         self._staged = _STAGE_ALWAYS or (device is not None and device != live_device)
@@ -240,22 +242,25 @@ def flat_groups(
     *,
     extras: Iterable[str],
     share: RowShare,
+    copies_of: Callable[[torch.Tensor], int] = lambda _: 1,
     device: torch.device | None = None,
     least: torch.dtype = torch.float32,
 ) -> list[FlatGroup]:
     """Group tensors by device and outer data type, which is at least ``least``.
 
-    Those of 16 bits are apart: they alone need room for what a write rounds away.
+    Those of 16 bits are apart: they alone need room for what a write rounds away. So are those
+    that other ranks of the worker hold too, which count once in its norms.
     """
-    groups: dict[tuple[torch.device, torch.dtype, bool], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, bool, int], list[torch.Tensor]] = {}
     names = tuple(extras)
     for tensor in dict.fromkeys(tensors):
         _require_dense(tensor)
         dtype = torch.promote_types(tensor.dtype, least)
-        groups.setdefault((tensor.device, dtype, is_narrow(tensor)), []).append(tensor)
+        key = (tensor.device, dtype, is_narrow(tensor), copies_of(tensor))
+        groups.setdefault(key, []).append(tensor)
     return [
-        FlatGroup(found, dtype=dtype, extras=names, share=share, device=device)
-        for (_, dtype, _), found in groups.items()
+        FlatGroup(found, dtype=dtype, extras=names, share=share, device=device, copies=copies)
+        for (_, dtype, _, copies), found in groups.items()
     ]
 
 

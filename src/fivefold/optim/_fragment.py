@@ -423,10 +423,10 @@ class Fragment:
 
     def _norm(self, weight: float) -> float:
         """Return the norm of this worker's payload per weight."""
-        norms = [float(torch.linalg.vector_norm(group.payload)) for group in self.groups]
-        squares = math.fsum(norm * norm for norm in norms)
+        norms = [(float(torch.linalg.vector_norm(g.payload)), g.copies) for g in self.groups]
+        squares = math.fsum(norm * norm / copies for norm, copies in norms)
         if self._shared.worker is not None:
-            (squares,) = self._shared.worker.sum_shards([squares])
+            (squares,) = self._shared.worker.sum([squares])
         return math.sqrt(squares) / weight if weight else 0.0
 
     def _land(self, all_reduce: InAllReduce) -> None:
@@ -487,8 +487,8 @@ class Fragment:
             reading=reading,
             send_unit=all_reduce.unit if by_lr else 1.0,
             step_unit=self._inner_lr() if by_lr else 1.0,
-            elements=sum(group.anchor.numel() for group in self.groups),
-            shard_sum=list if shared.worker is None else shared.worker.sum_shards,
+            elements=sum(group.anchor.numel() / group.copies for group in self.groups),
+            shard_sum=list if shared.worker is None else shared.worker.sum,
         )
 
     # -- merge and launch -------------------------------------------------------------------------
@@ -511,7 +511,10 @@ class Fragment:
             own_share=self._state.own_share,
         )
         merge = MERGES["exact"] if self._exact else merge_of(rule)
-        measured = merge_pieces(self._pieces(of=self.groups), task, merge=merge)
+        measured = PieceStatistics()
+        for group in self.groups:
+            part = merge_pieces(self._pieces(of=[group]), task, merge=merge)
+            measured.include(part, copies=group.copies)
         if self._optimizer is not None and not self._exact:
             if coefficients is not None:
                 self._optimizer.step()

@@ -105,10 +105,19 @@ def _fragment(
     schedule: RoundSchedule,
     buffers: Iterable[torch.Tensor] = (),
 ) -> Fragment:
-    share = RowShare() if context.worker is None else context.worker.share
+    worker = context.worker
+    share = RowShare() if worker is None else worker.share
+    copies = {} if worker is None else {"copies_of": worker.copies_of}
     rest = ("rest",) if context.rule.carries_rest else ()
     groups, averaged = (
-        flat_groups(tensors, extras=kept, share=share, device=context.outer_device, least=least)
+        flat_groups(
+            tensors,
+            extras=kept,
+            share=share,
+            device=context.outer_device,
+            least=least,
+            **copies,
+        )
         for tensors, kept, least in (
             (parameters, (*context.extras, *rest), torch.float32),
             (buffers, ("value", "rest"), torch.float64),

@@ -256,7 +256,7 @@ def outer_coefficients(
     reading: MetadataReading,
     send_unit: float,
     step_unit: float,
-    elements: int,
+    elements: float,
     shard_sum: ShardSum,
 ) -> OuterCoefficients:
     """Return the scalars of the outer step; ``state`` gets the new gap and its reference."""
@@ -266,7 +266,7 @@ def outer_coefficients(
         gap = penalty.value
     elif isinstance(penalty, GapPenalty):
         agreed = (reading.agreed(values) for values in (reading.move, reading.delta))
-        mine = [*(norm * norm for norm in agreed), float(elements)]
+        mine = [*(norm * norm for norm in agreed), elements]
         *squares, total = shard_sum(mine)
         scale = 1.0 / max(total, 1.0) if penalty.norm != "l2" else 1.0
         move, received = (math.sqrt(square * scale) for square in squares)  # of all shards

@@ -122,14 +122,13 @@ class StateForm:
         def total(values: list[float]) -> list[float]:
             if self.worker is None:
                 return values
-            return [square**0.5 for square in self.worker.sum_shards([v * v for v in values])]
+            return [square**0.5 for square in self.worker.sum([v * v for v in values])]
 
         return _with_norms(copy.deepcopy(plain), total)
 
     def _shares(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the reverse: equal shares, whose sum over the ranks is the whole again."""
-        copies = 1 if self.worker is None else self.worker.copies
-        factor = (self._num_shards / copies) ** -0.5
+        factor = self._num_shards**-0.5
         return _with_norms(state, lambda values: [value * factor for value in values])
 
     def _own_numbers(self, part: dict[str, Any]) -> dict[str, Any]:

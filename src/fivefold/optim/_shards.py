@@ -84,11 +84,9 @@ class WorkerGroup:
         splits: bool,
         device: torch.device,
         timeout_s: float,
-        copies: int = 1,
     ) -> None:
         self.ranks = tuple(ranks)
         self.splits = splits
-        self.copies = copies  # ranks that hold the same shard
         self._device = device
         self._rank = dist.get_rank()
         with named_errors(self._rank, "the set-up of the worker's process group"):
@@ -125,6 +123,18 @@ class WorkerGroup:
         """Return which rows of each local tensor this rank's outer state covers."""
         return RowShare(self.place, self.size) if self.splits else RowShare()
 
+    def copies_of(self, tensor: torch.Tensor) -> int:
+        """Return how many ranks hold what this rank's outer state covers of a tensor."""
+        # With tensor parallelism beside fully_shard some parameters are split among all ranks, and
+        # some (norms) among those of one dimension of the mesh.
+        if self.splits:
+            return 1
+        parts = 1
+        if isinstance(tensor, DTensor):
+            sizes = zip(tensor.placements, tensor.device_mesh.mesh.shape, strict=True)
+            parts = math.prod(size for each, size in sizes if not isinstance(each, Replicate))
+        return self.size // parts
+
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers, by place."""
         stream = contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
@@ -137,10 +147,6 @@ class WorkerGroup:
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum numbers over the ranks: the same bits on every rank."""
         return [math.fsum(column) for column in zip(*self.gather(values), strict=True)]
-
-    def sum_shards(self, values: Sequence[float]) -> list[float]:
-        """Sum numbers of shards over the model, each shard once."""
-        return [total / self.copies for total in self.sum(values)]
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -239,10 +245,10 @@ def worker_group_of(
     apart = set(peers) - {dist.get_rank()} if peers else set()
     sharded = _sharded_ranks(model, peers=apart)
     given = None if shard_group is None else _given_ranks(shard_group)
-    if sharded is not None and given is not None and set(sharded[0]) != set(given):
-        message = f"shard_group has ranks {given}, but parameters are sharded over {sharded[0]}"
+    if sharded is not None and given is not None and set(sharded) != set(given):
+        message = f"shard_group has ranks {given}, but parameters are sharded over {sharded}"
         raise ConfigurationError(message, hint="leave shard_group out for sharded parameters")
-    ranks, copies = (given, 1) if sharded is None else sharded
+    ranks = given if sharded is None else sharded
     if ranks is None or len(ranks) == 1:
         return None
     others = sorted(apart.intersection(ranks))
@@ -250,9 +256,7 @@ def worker_group_of(
         message = f"ranks {others} are in shard_group and also in process_group"
         raise ConfigurationError(message, hint=_APART)
     device = local_tensor(next(iter(model.parameters()))).device
-    return WorkerGroup(
-        ranks, splits=sharded is None, copies=copies, device=device, timeout_s=timeout_s
-    )
+    return WorkerGroup(ranks, splits=sharded is None, device=device, timeout_s=timeout_s)
 
 
 def _given_ranks(shard_group: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...]:
@@ -264,11 +268,9 @@ def _given_ranks(shard_group: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...]
     return ranks
 
 
-def _sharded_ranks(
-    model: torch.nn.Module, *, peers: set[int]
-) -> tuple[tuple[int, ...], int] | None:
-    """Return the ranks that share this model's parameters, and how many hold the same shard."""
-    found: dict[tuple[tuple[int, ...], int], str] = {}
+def _sharded_ranks(model: torch.nn.Module, *, peers: set[int]) -> tuple[int, ...] | None:
+    """Return the ranks that share this model's parameters."""
+    found: dict[tuple[int, ...], str] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             others = sorted(peers.intersection(parameter.device_mesh.mesh.reshape(-1).tolist()))
@@ -279,19 +281,16 @@ def _sharded_ranks(
                 )
                 raise ConfigurationError(message, hint=_APART)
             found.setdefault(_ranks_of(name, parameter), name)
-    if len(found) > 1:
+    widest = max(found, key=len, default=None)
+    if widest is not None and not all(set(ranks) <= set(widest) for ranks in found):
         message = f"parameters {sorted(found.values())} are sharded over different ranks"
         raise ConfigurationError(message, hint="shard the whole model over one group of ranks")
-    return next(iter(found), None)
+    return widest
 
 
-def _ranks_of(name: str, parameter: DTensor) -> tuple[tuple[int, ...], int]:
+def _ranks_of(name: str, parameter: DTensor) -> tuple[int, ...]:
     mesh, placements = parameter.device_mesh, parameter.placements
-    if mesh.get_coordinate() is None or not all(
-        isinstance(p, (Shard, Replicate)) for p in placements
-    ):
+    if mesh.get_coordinate() is None or any(placement.is_partial() for placement in placements):
         message = f"parameter {name} has placements {placements}"
         raise ConfigurationError(message, hint="parameters must be sharded along dimensions")
-    ranks = tuple(int(rank) for rank in mesh.mesh.reshape(-1))
-    sizes = zip(placements, mesh.mesh.shape, strict=True)
-    return ranks, math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
+    return tuple(sorted(int(rank) for rank in mesh.mesh.reshape(-1)))

@@ -43,6 +43,15 @@ class PieceStatistics:
     # Least and greatest element of each piece's payload, where one is to be sent.
     extremes: list[torch.Tensor] = field(default_factory=list)
 
+    def include(self, part: PieceStatistics, *, copies: int) -> None:
+        """Add those of a part of which this many ranks of a worker hold the same."""
+        self.delta_square += part.delta_square / copies
+        self.momentum_square += part.momentum_square / copies
+        self.gap_sum += part.gap_sum
+        self.clipped += part.clipped
+        self.elements += part.elements
+        self.extremes += part.extremes
+
     def look_at(self, payload: torch.Tensor) -> None:
         """Remember what tells whether all elements are finite: not-a-number is passed on."""
         if payload.numel():
