@@ -4,6 +4,7 @@ Workers are forked, so that each starts in a moment, and write what they see to 
 own, line by line, so that nothing is lost when one is killed.
 """
 
+import faulthandler
 import functools
 import json
 import multiprocessing
@@ -16,6 +17,9 @@ import torch
 
 CONTEXT = multiprocessing.get_context("fork")
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL}
+
+
+_HANGS_S = 30.0
 
 
 class TorchCrashError(AssertionError):
@@ -139,6 +143,8 @@ def _worker_main(world, name, work, options):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     log = Log(world.folder / f"{name}.jsonl")
+    stacks = (world.folder / f"{name}.stacks").open("w")
+    faulthandler.dump_traceback_later(_HANGS_S, file=stacks)  # if it still runs then
     code = 0
     try:
         work(log, lighthouse=world.lighthouse, name=name, **options)
