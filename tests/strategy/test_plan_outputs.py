@@ -12,7 +12,8 @@ from fivefold.strategy import ModelSpec, ParallelPlan, load_model, torchtitan_co
 from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.train import load_config
 
-# Fields of torchtitan/config/configs.py at b5bcd76 (2026-08-21).
+# Fields of torchtitan/config/configs.py in both, and what 0.3.0 and main (b5bcd76, 2026-08-21)
+# call what they count differently.
 FIELDS = {
     "data_parallel_replicate_degree",
     "data_parallel_shard_degree",
@@ -28,16 +29,12 @@ FIELDS = {
     "pipeline_parallel_layers_per_stage",
     "pipeline_parallel_schedule",
     "pipeline_parallel_schedule_csv",
-    "num_pp_microbatches",
     "context_parallel_degree",
     "context_parallel_load_balancer",
     "context_parallel_ptrr_mask_key",
     "expert_parallel_degree",
 }
 TRAINING = {
-    "num_tokens_per_microbatch_per_dp_rank",
-    "num_tokens_per_train_step",
-    "max_context_length",
     "max_norm",
     "steps",
     "enable_cpu_offload",
@@ -48,30 +45,38 @@ TRAINING = {
     "gc_freq",
     "gc_debug",
 }
+RELEASES = {
+    "0.3.0": (
+        {"pipeline_parallel_microbatch_size"},
+        {"local_batch_size", "global_batch_size", "seq_len"},
+    ),
+    "main": (
+        {"num_pp_microbatches"},
+        {
+            "num_tokens_per_microbatch_per_dp_rank",
+            "num_tokens_per_train_step",
+            "max_context_length",
+        },
+    ),
+}
 
 
 # What torch.distributed.pipelining's get_schedule_class knows, with one or two stages of a rank.
 SCHEDULES = {"1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"}
 
 
-class Parallelism:
-    def __init__(self, **values):
-        assert set(values) <= FIELDS, set(values) - FIELDS
-        vars(self).update(values)
+def closed(names):
+    """A class whose objects have only the attributes that torchtitan's class has."""
+
+    class Closed(types.SimpleNamespace):
+        def __setattr__(self, name, value):
+            assert name in names, name
+            super().__setattr__(name, value)
+
+    return Closed
 
 
-class Closed:
-    """Takes only the attributes that torchtitan's class has."""
-
-    def __init__(self, names):
-        object.__setattr__(self, "names", names)
-
-    def __setattr__(self, name, value):
-        assert name in self.names, name
-        object.__setattr__(self, name, value)
-
-
-def planned(monkeypatch, source, room="llama3"):
+def planned(monkeypatch, source, room="llama3", release="main"):
     """What the module's function returns, with stand-ins of torchtitan's own modules."""
     checkpointing = types.SimpleNamespace(
         FullAC=types.SimpleNamespace(Config=lambda: "full"),
@@ -79,13 +84,15 @@ def planned(monkeypatch, source, room="llama3"):
     )
 
     def base():
-        names = {"enable", "enable_async_tensor_parallel"}
-        return types.SimpleNamespace(training=Closed(TRAINING), compile=Closed(names))
+        training = closed(TRAINING | counted)(**dict.fromkeys(counted))
+        compiled = closed({"enable", "enable_async_tensor_parallel"})()
+        return types.SimpleNamespace(training=training, compile=compiled)
 
+    pipelined, counted = RELEASES[release]
     registry = types.ModuleType("config_registry")
     registry.__getattr__ = lambda _name: base
     modules = {
-        "torchtitan.config": types.SimpleNamespace(ParallelismConfig=Parallelism),
+        "torchtitan.config": types.SimpleNamespace(ParallelismConfig=closed(FIELDS | pipelined)),
         "torchtitan.distributed.activation_checkpoint": checkpointing,
         f"torchtitan.models.{room}.config_registry": registry,
         "torchtitan.trainer": types.SimpleNamespace(Trainer=types.SimpleNamespace(Config=object)),
@@ -105,6 +112,7 @@ def planned(monkeypatch, source, room="llama3"):
     return found["planned"]()
 
 
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -118,9 +126,9 @@ def planned(monkeypatch, source, room="llama3"):
         ParallelPlan(global_batch=64, data=4, zero=2, offload_weights=True, offload_optimizer=True),
     ],
 )
-def test_a_torchtitan_module_says_what_the_plan_says(monkeypatch, plan):
+def test_a_torchtitan_module_says_what_the_plan_says(monkeypatch, plan, release):
     model = load_model("llama3-70b")
-    config = planned(monkeypatch, torchtitan_config(model, plan))
+    config = planned(monkeypatch, torchtitan_config(model, plan), release=release)
     degrees = vars(config.parallelism)
     product = 1
     for name in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel",
@@ -133,11 +141,19 @@ def test_a_torchtitan_module_says_what_the_plan_says(monkeypatch, plan):
     reshards = "always" if plan.zero == 3 else "never"
     assert degrees["fsdp_reshard_after_forward"] == reshards
     replicas = plan.num_gpus // (plan.tensor * plan.pipeline * plan.context)
-    micro = degrees.get("num_pp_microbatches", 1)
-    tokens = config.training.num_tokens_per_microbatch_per_dp_rank * micro * replicas
-    # torchtitan accumulates gradients until a step's tokens are there.
-    assert config.training.num_tokens_per_train_step % tokens == 0
-    assert config.training.num_tokens_per_train_step == plan.global_batch * model.seq_len
+    # torchtitan accumulates gradients until a step's tokens, or sequences, are there.
+    training = config.training
+    if release == "main":
+        micro = degrees.get("num_pp_microbatches", 1)
+        tokens = training.num_tokens_per_microbatch_per_dp_rank * micro * replicas
+        assert training.num_tokens_per_train_step % tokens == 0
+        assert training.num_tokens_per_train_step == plan.global_batch * training.max_context_length
+    else:
+        assert training.global_batch_size == plan.global_batch
+        assert training.global_batch_size % (training.local_batch_size * replicas) == 0
+        micro = degrees.get("pipeline_parallel_microbatch_size", training.local_batch_size)
+        assert training.local_batch_size % micro == 0
+        assert micro == plan.micro_batch
     expected = {"none": None, "full": "full", "selective": "selective"}[plan.recompute]
     assert config.activation_checkpoint == expected
     if plan.pipeline > 1:
@@ -151,7 +167,7 @@ def test_a_torchtitan_module_says_what_the_plan_says(monkeypatch, plan):
     ("changes", "words"),
     [
         ({"zero": 1}, "ZeRO-1"),
-        ({"tau": 4}, "tau"),
+        ({"tau": 4, "zero": 3, "shard": 8}, "tau"),
         ({"offload_activations": True}, "activations"),
         ({"offload_optimizer": True, "zero": 3}, "together"),
         ({"pipeline": 2, "schedule": "zb_1p"}, "zb_1p"),

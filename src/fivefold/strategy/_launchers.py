@@ -59,7 +59,7 @@ _LIMITS: dict[str, dict[str, tuple[Any, ...]]] = {
         "expert_overlap": (False,),
     },
     "torchtitan": {
-        "zero": (0, 2, 3), "tau": (1,), "dtypes": ("bf16",), "regather": (True,),
+        "zero": (0, 2, 3), "dtypes": ("bf16",), "regather": (True,),
         "schedules": ("1f1b", "interleaved", "gpipe", "zb_v", "dualpipe_v"), "orders": ("tcdp",),
         "expert_overlap": (False,), "tensor_overlap": ("none", "ring"),
     },
@@ -386,14 +386,16 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
     )
     kind = {"selective": "SelectiveAC", "full": "FullAC"}.get(plan.recompute)
     overlapped = plan.tensor_overlap != "none"
-    tokens = plan.micro_batch * model.seq_len
+    outer = plan.tau > 1
     lines = [
         f'"""{_clean(model.name)} on {plan.num_gpus} GPUs, planned by fivefold.',
         "",
         f"NGPU={plan.num_gpus} MODULE=torchtitan_planned CONFIG=planned ./run_train.sh",
         "",
-        'Names are those of torchtitan b5bcd76 (2026-08)."""',
+        'Names are those of torchtitan 0.3.0, and of its main branch (b5bcd76, 2026-08)."""',
         "",
+        *["from fivefold.optim import DelayCorrected"] * outer,
+        *["from fivefold.optim.integrations import torchtitan_outer_sync"] * outer,
         "from torchtitan.config import ParallelismConfig",
         *([f"from torchtitan.distributed.activation_checkpoint import {kind}"] if kind else []),
         f"from torchtitan.models.{package}.config_registry import {function}",
@@ -403,16 +405,35 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
         "def planned() -> Trainer.Config:",
         f"    config = {function}()",
         f"    config.parallelism = ParallelismConfig(\n{layout}    )",
-        f"    config.training.num_tokens_per_microbatch_per_dp_rank = {tokens}",
-        f"    config.training.num_tokens_per_train_step = {plan.global_batch * model.seq_len}",
-        f"    config.training.max_context_length = {model.seq_len}",
+        "    training, parallelism = config.training, config.parallelism",
+        *_batches(model, plan),
         f"    config.activation_checkpoint = {f'{kind}.Config()' if kind else None}",
         *["    config.training.enable_cpu_offload = True"] * plan.offload_weights,
         *["    config.compile.enable = True"] * overlapped,
         *["    config.compile.enable_async_tensor_parallel = True"] * overlapped,
-        "    return config",
+        f"    return torchtitan_outer_sync(config, DelayCorrected(tau={plan.tau}))"
+        if outer
+        else "    return config",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _batches(model: ModelSpec, plan: ParallelPlan) -> list[str]:
+    """Return the lines that say how much a step takes, as either release counts it."""
+    piped, micro = plan.pipeline > 1, plan.micro_batch
+    own = micro * plan.num_micro_batches if piped else micro  # in one accumulation step
+    return [
+        '    if hasattr(training, "seq_len"):  # 0.3.0 counts sequences',
+        f"        training.seq_len = {model.seq_len}",
+        f"        training.local_batch_size = {own}",
+        f"        training.global_batch_size = {plan.global_batch}",
+        *[f"        parallelism.pipeline_parallel_microbatch_size = {micro}"] * piped,
+        "    else:  # later ones tokens",
+        f"        training.max_context_length = {model.seq_len}",
+        f"        training.num_tokens_per_microbatch_per_dp_rank = {micro * model.seq_len}",
+        f"        training.num_tokens_per_train_step = {plan.global_batch * model.seq_len}",
+        *[f"        parallelism.num_pp_microbatches = {plan.num_micro_batches}"] * piped,
+    ]
 
 
 def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
@@ -426,7 +447,9 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
         f"it has no pipeline schedule {plan.schedule}": plan.pipeline > 1
         and plan.schedule not in _SCHEDULES,
         "it shares gradients wherever it shares optimizer states (ZeRO-1)": plan.zero == 1,
-        "local updates (tau)": plan.tau > 1,
+        "local updates of replicas that are not whole (tau)": (
+            plan.tau > 1 and plan.data // _shard(plan) < 2
+        ),
         "sequence parallelism that keeps its inputs instead of gathering them again": (
             plan.sequence_parallel and not plan.regather
         ),
@@ -503,7 +526,6 @@ def _degrees(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
             "pipeline_parallel_first_stage_less_layers": ends,
             "pipeline_parallel_last_stage_less_layers": ends,
             "pipeline_parallel_layers_per_stage": -(-layers // (plan.pipeline * chunks)),
-            "num_pp_microbatches": plan.num_micro_batches,
         }
     return degrees
 
