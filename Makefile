@@ -57,6 +57,7 @@ test-changed: $(VENV)/.dependencies
 # disturbed (marker `alone`); then with the kernels of other processors: hours, before a release.
 test-nightly: setup
 	@failed=0; set -x; \
+	$(BIN)/python -m pip install -q -c constraints.txt torchtitan==0.3.0 torch_remat==0.2.2 || failed=1; \
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone" --hypothesis-profile=nightly --timeout 7200 || failed=1; \
 	$(BIN)/pytest -m alone --hypothesis-profile=nightly --timeout 7200 || failed=1; \
 	for kernels in "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41" \

@@ -22,7 +22,7 @@ from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedErro
 from fivefold.optim._rules.base import OuterRule
 from fivefold.optim._sync import OuterSync
 
-__all__ = ["disable_ddp", "lightning_strategy", "use_outer_sync"]
+__all__ = ["disable_ddp", "lightning_strategy", "torchtitan_outer_sync", "use_outer_sync"]
 
 _CHECKPOINT = "checkpoint"  # Trainer's folders are checkpoint-STEP
 
@@ -433,3 +433,33 @@ class _OuterSyncHooks:
         yield
         if inside:
             self._enter_anchor()
+
+
+def torchtitan_outer_sync(config: Any, rule: OuterRule, **options: Any) -> Any:
+    """Return a torchtitan configuration whose replicas train with local updates.
+
+    ``data_parallel_replicate_degree`` is the number of replicas, which ``rule`` brings together in
+    place of an all-reduce of every gradient; each has as many ranks in a row, in which torchtitan's
+    own parallelisms work as before. Losses and gradient norms that torchtitan shows are its first
+    replica's, with numbers of ``OuterSync.statistics()`` beside them. Checkpoints and validation
+    are of the anchor, which is equal on all ranks; every rank adds its own state to the checkpoints
+    and resumes exactly. CUDA graphs are switched off.
+
+    Args:
+        config: A ``Trainer.Config`` that a function of a ``config_registry`` returns; flags on the
+            command line still change it.
+        rule: When and how the replicas are brought together.
+        options: Passed on to ``OuterSync``, for example ``codec="int8"``.
+
+    Raises:
+        ConfigurationError: It is no such configuration, or the rule delays gradients.
+        UnsupportedError: torchtitan is not installed.
+
+    Examples:
+        >>> def two_nodes():  # --module this_file --config two_nodes
+        ...     config = llama3_8b()
+        ...     config.parallelism.data_parallel_replicate_degree = 2
+        ...     return torchtitan_outer_sync(config, DelayCorrected(tau=8))
+    """
+    adapter = importlib.import_module("fivefold.optim._torchtitan")
+    return adapter.with_outer_sync(config, rule, options)
