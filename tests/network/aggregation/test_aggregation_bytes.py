@@ -17,7 +17,7 @@ from fivefold.network.aggregation import AggregationClient, AggregationOptions, 
 from fivefold.network.aggregation.wire import parse_address
 from helpers.switch_process import SwitchProcess
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = pytest.mark.distributed
 
 SLOT = 1024
 HEADER = struct.Struct("!4sBBHIQQI")
