@@ -19,7 +19,6 @@ from fivefold.testing import run_processes
 QUICK = {"sizes_bytes": (64, 65536), "repetitions": 2}
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_all_ranks_get_the_same_profile():
     def work(_rank):
