@@ -106,6 +106,30 @@ def test_a_demand_on_free_links_takes_what_layer_1_computes(plan):
     assert found.compute_s == pytest.approx(expected_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_plan_sends_activations_twice_a_layer_and_the_gradients_of_the_fuller_stage(accumulated):
+    """Narayanan et al., 3.2 and 4.1: two all-reduces a layer each way; stages send b s h / t."""
+    plan = strategy.ParallelPlan(
+        global_batch=8 * accumulated, data=4, tensor=2, pipeline=2, micro_batch=2, zero=0
+    )
+    found = plan_demand(GPT, DEVICE, plan)
+    h, activations = GPT.hidden, 2 * 2 * GPT.seq_len * GPT.hidden
+    assert {(m.kind, m.phase, m.size_bytes) for m in found.p2p} == {
+        ("send", "forward", activations // 2),
+        ("return", "backward", activations // 2),
+    }
+    sent = {(m.axis, m.phase): m.size_bytes * found.segments for m in found.messages}
+    half = GPT.num_layers // 2
+    assert sent.pop(("tensor", "forward")) == half * 2 * activations
+    assert sent.pop(("tensor", "backward")) == half * 2 * activations
+    # The matrices and the embedding are split; it has learned positions, which the head has not.
+    tables = (GPT.vocab + GPT.seq_len) * h
+    first = (half * 12 * h**2 + tables) / 2 * DEVICE.gradient_wire_bytes
+    assert sent.pop(("data", "reduce")) == pytest.approx(first, rel=1e-3)
+    assert not sent
+    assert not plan_demand(GPT, DEVICE, strategy.ParallelPlan(global_batch=8, data=8)).p2p
+
+
 @pytest.mark.parametrize(
     ("plan", "sent_s"),
     [

@@ -102,6 +102,14 @@ def with_foreign(model):
     return torch.optim.SGD([*model.parameters(), centre], lr=0.1)
 
 
+def wrapped_and_stepped(model):
+    inner = torch.optim.ASGD(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    inner.step()
+    return Wrapping(inner, inner.state)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -109,6 +117,7 @@ def with_foreign(model):
         (lambda m: torch.optim.SGD(m[0].parameters()), r"2\.weight, 2\.bias .* no optimizer"),
         (with_foreign, r"1 parameters that the model has not: \(7, 3\)"),
         (lambda m: torch.optim.ASGD(m.parameters()), "ASGD holds an average of the weights"),
+        (wrapped_and_stepped, "ASGD holds an average of the weights"),
         (
             lambda m: Lookahead(torch.optim.SGD(m.parameters(), lr=0.1), {}),
             "Lookahead holds slow weights",

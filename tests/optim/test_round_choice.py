@@ -55,6 +55,10 @@ def links(draw):
     return fixed, whole, shares, draw(st.floats(0.01, 1.0)), busy_s
 
 
+def test_a_codec_is_worth_what_it_rounds_from_a_tenth_on():
+    assert times_of((0.0, 0.0, 0.0), (1.0, 0.9, 0.82)).worthwhile() == ["fp32", "int8"]
+
+
 bounds = st.tuples(st.sampled_from([1, 3, 8]), st.sampled_from([10, 64, 1024]))
 
 

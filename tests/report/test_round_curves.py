@@ -86,6 +86,12 @@ def test_staggered_fragments_of_equal_rounds_need_no_curve_of_their_length():
     assert "steps" not in figures_of([run_of(played([4] * 12, fragments=4))])
 
 
+def test_rounds_have_a_curve_of_their_length_where_more_than_the_last_differ():
+    (curve,) = figures_of([run_of(played([4, 4, 6, 6]))])["steps"]
+    assert curve.y == (4, 4, 6, 6)
+    assert "steps" not in figures_of([run_of(played([4, 4, 4, 2]))])
+
+
 def test_gap_and_bytes_come_from_the_engines_totals():
     points = [
         SyncPoint(step=step, wall_s=step, sent_bytes=step * 10**6, last_staleness_gap=gap)

@@ -52,5 +52,5 @@ def test_an_event_is_there_at_once_and_numbers_that_json_lacks_are_null(tmp_path
 
 def test_a_folder_that_cannot_be_written_is_said_with_its_name(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write .*metrics\.jsonl"):
+    with pytest.raises(CheckpointError, match=r"write .*metrics\.jsonl: File exists;"):
         MetricsWriter(tmp_path / "file" / "metrics.jsonl", resumed_step=None)

@@ -168,6 +168,30 @@ def test_a_layer_moves_what_the_operators_read_and_write(autocast):
     assert moved[1] - moved[0] == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("dropout", [False, True])
+def test_scores_in_several_kernels_are_moved_as_their_operators_move_them(dropout):
+    """Of twice the heads, all that is more is the scores: softmax, dropout and their gradients."""
+    shape = (8, SPEC.num_heads, SPEC.seq_len, SPEC.seq_len)
+    scores = torch.rand(shape, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.ones(shape, dtype=torch.bfloat16)
+    with Traffic() as traffic:
+        weights = torch.softmax(scores, -1)
+        result = torch.native_dropout(weights, 0.1, True)[0] if dropout else weights
+    with traffic:
+        torch.autograd.grad(result, scores, gradient)
+    few, more = (
+        of_a_layer(
+            dataclasses.replace(SPEC, num_heads=heads, dropout=dropout),
+            EAGER, lambda found: found.time.compute_s, batch=8, fused_attention=False,
+            memory_bandwidth_bytes_per_s=1e9, memory_efficiency=1.0, kernel_gap_s=0.0,
+            host_kernel_s=0.0, peak_flops=1e30,
+        )
+        for heads in (SPEC.num_heads, 2 * SPEC.num_heads)
+    )  # fmt: skip
+    products = 6 * 2 * scores.numel()  # two products and their four gradients write or read them
+    assert 1e9 * (more - few) == pytest.approx(traffic.moved + products, rel=1e-6)
+
+
 class Live(TorchDispatchMode):
     """Follows the bytes of all storages that are alive, and their most."""
 

@@ -10,6 +10,7 @@ from fivefold.cli._main import app
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.strategy import ModelSpec, ParallelPlan, load_model, torchtitan_config, trainer_config
 from fivefold.strategy.parts import MixtureOfExperts
+from fivefold.strategy.plan import degrees_of, overlap_of, settings_of
 from fivefold.train import load_config
 
 # Fields of torchtitan/config/configs.py in both, and what 0.3.0 and main (b5bcd76, 2026-08-21)
@@ -256,3 +257,38 @@ def test_the_command_writes_every_form_and_a_page(tmp_path):
     (tmp_path / "file").write_text("")
     arguments[-1] = str(tmp_path / "file" / "below")
     assert "cannot be written" in str(CliRunner().invoke(app, arguments).exception)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({}, ("b1", "plain", "nothing")),
+        ({"data": 2, "zero": 1}, ("d2 b1", "ZeRO-1", "nothing")),
+        (
+            {"data": 4, "zero": 3, "shard": 2, "data_overlap": True, "micro_batch": 2},
+            ("d4 b2", "ZeRO-3 over 2", "gradients"),
+        ),
+        (
+            {"context": 2, "tau": 2, "optimizer": "muon"},
+            ("c2 b1", "tau 2, Muon", "outer updates"),
+        ),
+        (
+            {"tensor": 2, "tensor_overlap": "ring", "sequence_parallel": True, "recompute": "full"},
+            ("t2 b1", "sequence parallel, recompute full", "tensor"),
+        ),
+        ({"pipeline": 2, "pipeline_overlap": True}, ("p2 b1", "1f1b", "nothing")),
+        (
+            {"pipeline": 2, "virtual": 2, "schedule": "interleaved", "pipeline_overlap": True},
+            ("p2 b1", "interleaved x2", "stages"),
+        ),
+        (
+            {"data": 2, "expert": 2, "pipeline": 2, "schedule": "dualpipe"},
+            ("d2 p2 e2 b1", "dualpipe", "experts"),
+        ),
+        ({"offload_weights": True}, ("b1", "offload weights", "nothing")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_table_says_in_words_what_a_plan_does(plan, words):
+    plan = ParallelPlan(global_batch=16, **plan)
+    assert (degrees_of(plan), settings_of(plan), overlap_of(plan)) == words

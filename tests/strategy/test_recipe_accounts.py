@@ -125,8 +125,15 @@ def test_pieces_that_another_script_uses_are_unknown(tmp_path):
     assert "starts no program" in found.message
 
 
-def test_a_value_that_branches_decide_is_not_guessed(tmp_path):
-    branch = "TP=2\nif [ -n $BIG ]; then TP=8; fi\n"
+@pytest.mark.parametrize(
+    "branch",
+    [
+        "TP=2\nif [ -n $BIG ]; then TP=8; fi\n",
+        "TP=2\nif [ -n $BIG ]; then\nif [ -n $A ]; then\nB=1\nfi\nTP=8\nfi\n",
+    ],
+    ids=["plain", "behind another"],
+)
+def test_a_value_that_branches_decide_is_not_guessed(tmp_path, branch):
     found = checked(tmp_path, script("--tensor-model-parallel-size $TP", before=branch))
     assert found.status == "unknown"
     assert "only the launch decides" in found.message

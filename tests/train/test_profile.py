@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from fivefold.runs.ranks import close_ranks, open_ranks
+from fivefold.runs.ranks import Ranks, close_ranks, open_ranks
 from fivefold.train import profile
 
 MESSAGE_S = 0.01
@@ -62,3 +62,9 @@ def test_a_rank_alone_has_no_message_to_be_slowed_by(make_config, monkeypatch):
     close_ranks(ranks)
     assert times.overlap_slowdown is None
     assert times.model_s > 0
+
+
+def test_the_rates_of_a_processor_are_of_this_world():
+    rates = profile.measure_device(Ranks())
+    assert 1e8 < rates.product_flops < 1e14
+    assert 1e7 < rates.copy_bytes_per_s < 1e13

@@ -308,11 +308,11 @@ def measure_device(ranks: Ranks, *, threads: int = 1) -> DeviceRates:
 
     product_s = fastest_s(lambda: a @ a)
     copy_s = fastest_s(lambda: target.copy_(source))
-    own = {"product_flops": product_s / (2.0 * _PRODUCT**3), "copy_bytes_per_s": copy_s}
-    slow = ranks.gather(own, what="the device's rates")
+    slow = ranks.gather((product_s, copy_s), what="the device's rates")
+    slowest_product_s, slowest_copy_s = map(max, zip(*slow, strict=True))
     return DeviceRates(
-        product_flops=1.0 / max(one["product_flops"] for one in slow),
-        copy_bytes_per_s=2.0 * _COPIED_BYTES / max(one["copy_bytes_per_s"] for one in slow),
+        product_flops=2.0 * _PRODUCT**3 / slowest_product_s,
+        copy_bytes_per_s=2.0 * _COPIED_BYTES / slowest_copy_s,
     )
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.pricing import (
+    FabricSpec,
     Group,
     Tier,
     collective_time_s,
@@ -284,6 +285,37 @@ def test_the_closed_form_takes_every_algorithm_that_there_is():
         for algorithm in (name, name.replace("_", "-").upper()):
             found = price_s(switch(4), "all_reduce", size_bytes=1e6, algorithm=algorithm)
             assert found == plain
+
+
+NODE_S, NET_S, NODE_BASE_S, NET_BASE_S = 3e-6, 50e-6, 1e-3, 7e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "expected_s"),
+    [
+        # NCCL: a ring takes a step per member, the tree of nodes is a chain inside each of them.
+        ("all_gather", Group(size=16), NET_BASE_S + 12 * NODE_S + 3 * NET_S),
+        ("reduce_scatter", Group(size=4), NODE_BASE_S + 3 * NODE_S),
+        ("broadcast", Group(size=4, stride=4), NET_BASE_S + 3 * NET_S),
+        ("all_reduce_by_ring", Group(size=16), NET_BASE_S + 2 * (12 * NODE_S + 3 * NET_S)),
+        ("all_reduce_by_tree", Group(size=16), NET_BASE_S + 2 * (3 * NODE_S + 2 * NET_S)),
+        ("all_reduce_by_tree", Group(size=4), NODE_BASE_S + 2 * 2 * NODE_S),
+        ("all_reduce", Group(size=16), NET_BASE_S + 2 * (3 * NODE_S + 2 * NET_S)),
+        ("all_reduce_of_ends", Group(size=16), NET_BASE_S + 2 * NET_S),
+        # One message to each of the others at once: as many steps as a tree of them is deep.
+        ("all_to_all", Group(size=4), NODE_BASE_S + 2 * NODE_S),
+        ("all_to_all", Group(size=16), NET_BASE_S + 4 * NET_S),
+        ("all_to_all", Group(size=4, stride=4), NET_BASE_S + 2 * NET_S),
+        ("point_to_point", Group(size=4), NODE_BASE_S + NODE_S),
+        ("point_to_point", Group(size=2, stride=4), NET_BASE_S + NET_S),
+    ],
+)
+def test_a_byte_takes_the_steps_of_its_collective(kind, group, expected_s):
+    node = Tier(name="node", gpus=4, bandwidth_bytes_per_s=1e18, base_s=NODE_BASE_S, hop_s=NODE_S)
+    net = Tier(name="net", gpus=16, bandwidth_bytes_per_s=1e18, base_s=NET_BASE_S, hop_s=NET_S)
+    fabric = FabricSpec(name="slow to begin", tiers=(node, net))
+    found_s = collective_time_s(fabric, kind, size_bytes=1.0, group=group)
+    assert found_s == pytest.approx(expected_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -82,6 +82,16 @@ def slow_optimum(network, starts, ends):
     return best
 
 
+@pytest.mark.parametrize(("fastest", "exact"), [(2.0**31, True), (2.0**31 + 1, False)])
+def test_rates_whose_ratio_is_no_number_of_31_bits_are_rounded(fastest, exact):
+    nodes = [topology.Node(name, "gpu") for name in "abc"]
+    ends = [("a", "b", 1.0), ("b", "a", 1.0), ("b", "c", fastest), ("c", "b", fastest)]
+    links = [topology.Link(a, b, bandwidth_bytes_per_s=rate) for a, b, rate in ends]
+    found = schedules.throughput_optimum(topology.Topology("line", nodes, links))
+    assert found.exact is exact
+    assert float(found.inverse_rate) == pytest.approx(2.0)  # a gathers two others' over its link
+
+
 @given(network=graphs(), data=st.data())
 def test_the_optimum_is_the_worst_of_all_cuts(network, data):
     n = network.num_ranks

@@ -17,7 +17,7 @@ from fivefold.network.aggregation import AggregationClient, AggregationOptions, 
 from fivefold.network.aggregation.wire import parse_address
 from helpers.switch_process import SwitchProcess
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = pytest.mark.distributed
 
 SLOT = 1024
 HEADER = struct.Struct("!4sBBHIQQI")
@@ -79,7 +79,7 @@ class Healthy:
         self._sequence = 0
         for rank, peer in enumerate(self._peers):
             peer.settimeout(20)
-            peer.sendall(join(job="healthy", rank=rank))
+            peer.sendall(join(job="healthy".ljust(256, "!"), rank=rank))  # the longest name
             assert self._read(peer)[0] == WELCOME
 
     def _read(self, peer):

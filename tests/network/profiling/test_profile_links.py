@@ -19,7 +19,6 @@ from fivefold.testing import run_processes
 QUICK = {"sizes_bytes": (64, 65536), "repetitions": 2}
 
 
-@pytest.mark.alone
 @pytest.mark.distributed
 def test_all_ranks_get_the_same_profile():
     def work(_rank):
@@ -34,7 +33,6 @@ def test_all_ranks_get_the_same_profile():
     assert len(set(first["hosts"])) == 1
 
 
-@pytest.mark.alone
 @pytest.mark.distributed
 def test_a_group_of_some_ranks_can_be_measured_and_one_alone():
     def work(rank):
@@ -47,7 +45,6 @@ def test_a_group_of_some_ranks_can_be_measured_and_one_alone():
     assert run_processes(3, work) == [2, 1, 2]
 
 
-@pytest.mark.alone
 @pytest.mark.distributed
 def test_ranks_that_disagree_are_told_so():
     def work(rank):
@@ -61,7 +58,6 @@ def test_ranks_that_disagree_are_told_so():
         assert "rank 1 measures with" in message
 
 
-@pytest.mark.alone
 @pytest.mark.distributed
 def test_a_dead_peer_is_an_error_that_names_the_place():
     def work(rank):
@@ -92,7 +88,6 @@ def test_a_dead_peer_is_an_error_that_names_the_place():
         {"repetitions": "5"},
     ],
 )
-@pytest.mark.alone
 @pytest.mark.distributed
 def test_arguments_that_cannot_be_measured_are_refused(arguments):
     def work(_rank):

@@ -49,6 +49,13 @@ def test_no_two_marks_lie_on_one_another(text):
     assert apart.min(initial=np.inf) > 0.09
 
 
+@pytest.mark.parametrize("text", ["line:40", "switch:60"])
+def test_a_picture_fits_a_page(text):
+    width, height = draw_topology(parse_topology(text)).get_size_inches()
+    assert width <= 14.001
+    assert height <= 11.401
+
+
 def test_tiers_stand_above_one_another():
     tree = parse_topology("fat_tree:4,gpus=2,nics=1")
     layout = lay_out(tree)

@@ -149,7 +149,7 @@ def test_a_file_with_pcie_only_asks_for_what_drivers_know(tmp_path):
 
 
 def test_a_matrix_of_nvidia_smi_becomes_its_links(tmp_path):
-    found, reading = read(tmp_path, SMI)
+    found, reading = read(tmp_path, "GPU0\n" + SMI)  # a name alone is no header
     assert found.num_ranks == 4
     # Four A100 joined directly: three times four of a GPU's twelve NVLinks of 25 GB/s.
     assert rate(found, "gpu0", "gpu3") == 100e9

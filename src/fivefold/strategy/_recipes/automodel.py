@@ -127,7 +127,7 @@ def _teacher(told: Told, model: ModelSpec, micro: int, *, sharing: int) -> None:
         return
     teacher = named_model(str(name), beside=told.path.parent)
     logits = micro * model.seq_len * teacher.spec.vocab
-    layer = teacher.spec.num_parameters / max(teacher.spec.num_layers, 1)
+    layer = teacher.spec.num_parameters / teacher.spec.num_layers
     weights = 2.0 * teacher.spec.num_parameters / sharing + 4.0 * layer
     told.assume("teacher", teacher.spec.name, "its weights and logits lie beside the model",
                 added=weights * (1.5 if teacher.tower else 1.0) + 12.0 * logits)  # fmt: skip
