@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.errors import FivefoldError
+from fivefold.errors import DataError, FivefoldError
 from fivefold.files import parse_toml, parse_yaml, read_text
 from fivefold.strategy._recipes.texts import (
     Script,
@@ -36,6 +36,7 @@ _NO_TRAINING = re.compile(
     r"mmlu|merge|tasks/msdp|zeroshot|tasks/main|hf_to|to_hf|verify|validate|benchmark_infer|embed_corpus"
 )
 _OTHER_KIND = re.compile(r"t5|(^|_)ict|realm|vision|vlm|multimodal|retro|mimo|dino|inpaint")
+_BLANK_BEHIND = re.compile(r"^[^#\n]*--[^#\n]*\\[ \t]+$", re.MULTILINE)
 _LAUNCH = {
     "nproc_per_node": "nproc_per_node", "gpus_per_node": "gpus_per_node", "nnodes": "nnodes",
     "num_nodes": "nnodes", "nodes": "nnodes", "world_size": "world_size", "num_gpus": "world_size",
@@ -176,6 +177,8 @@ def _of_script(path: Path, text: str) -> Found | None:
     settings |= _flags(words)
     if _OUR_OWN in text:  # whose head says what is given behind it: data, learning rate
         settings["data.appended"] = Setting(settings.pop("words.$@", _NONE).written, "$@")
+    if _BLANK_BEHIND.search(text):  # the shell ends the command there
+        settings["words.\\ "] = Setting("a blank behind a backslash", "\\ ")
     settings["launch.module"] = Setting("program", module, inherited=True)
     if _OTHER_KIND.search(module.lower()):
         message = f"{module} trains a model of another kind than a language model's decoder"
@@ -294,8 +297,9 @@ def _of_yaml(path: Path, text: str) -> Found | None:
     if path.parent.name == "workflows" or template or not any(word in text for word in words):
         return None
     text = re.sub(r"\{%.*?%\}", "", text)
+    twice: list[str] = []
     try:
-        table = parse_yaml(text, where=str(path))
+        table = parse_yaml(text, where=str(path), twice=twice)
     except FivefoldError as error:
         if _KEYS_OF_RECIPES.search(text) is None:
             return None
@@ -306,8 +310,17 @@ def _of_yaml(path: Path, text: str) -> Found | None:
                   _bridge):  # fmt: skip
         found = known(path, table)
         if found is not None:
-            return found
+            return _with_twice(path, found, twice)
     return None
+
+
+def _with_twice(path: Path, found: Found, twice: list[str]) -> Found:
+    """Note keys that a file has twice: PyYAML takes the last one, OmegaConf refuses the file."""
+    if twice and found.program not in {"megatron", "primus", "automodel"}:
+        error = DataError(f"{path} has the key {twice[0]!r} twice", hint="keep one of the two")
+        raise UnreadableError(error, found.program)
+    noted = {f"twice.{key}": Setting(f"{key} a second time", "the last") for key in twice}
+    return dataclasses.replace(found, settings=noted | found.settings)
 
 
 def _part(table: Mapping[str, Any], name: str) -> dict[str, Any]:
