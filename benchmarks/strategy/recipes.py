@@ -36,7 +36,7 @@ HARDWARE = (
     (re.compile(r"^[\w-]*torchtitan.*gb300"), "h100-80gb-torchtitan", 288e9),
     (re.compile(r"^[\w-]*torchtitan.*b200"), "h100-80gb-torchtitan", 180e9),
     (re.compile(r"^[\w-]*torchtitan"), "h100-80gb-torchtitan", None),
-    (re.compile(r"gb300"), "h100-nemo", 288e9), (re.compile(r"gb200|\dn4g"), "h100-nemo", 186e9),
+    (re.compile(r"gb300"), "gb200-nemo", 288e9), (re.compile(r"gb200|\dn4g"), "gb200-nemo", 186e9),
     (re.compile(r"b200"), "h100-nemo", 180e9), (re.compile(r"h200"), "h100-nemo", 141e9),
     (re.compile(r""), "h100-nemo", None),
 )  # fmt: skip

@@ -239,3 +239,36 @@ def test_a_key_given_twice_is_what_its_program_makes_of_it(tmp_path, name, statu
         assert "global_batch_size a second time" in {one.name for one in found.reading.harmless}
     else:
         assert "has the key 'global_batch_size' twice" in found.message
+
+
+def test_a_frozen_language_model_has_no_states_and_samples_of_any_length(tmp_path):
+    beside = "  mm_cfg: {llm: {freeze: true}, vision_encoder: {freeze: true}}\n  activation:"
+    text = RECIPES["n.yaml"].replace("activations_checkpoint", "unused_checkpoint")
+    plain = checked(tmp_path, "n.yaml", text).prediction.memory
+    found = checked(tmp_path, "n.yaml", text.replace("  activation:", beside))
+    memory = found.prediction.memory
+    assert memory.optimizer_bytes < 0.01 * plain.optimizer_bytes
+    assert memory.weights_bytes == pytest.approx(plain.weights_bytes, rel=0.01)
+    assert {"sequence length", "tower"} <= {note.name for note in found.reading.assumed}
+
+
+@pytest.mark.parametrize(
+    ("words", "vocab"),
+    [
+        ("{library: megatron, type: GPT2BPETokenizer}", 50257),
+        ("{library: huggingface, type: meta-llama/Meta-Llama-3-8B}", 128256),
+        ("{library: huggingface, type: mistralai/Mistral-7B-v0.1}", 32000),
+    ],
+)
+def test_a_tokenizer_that_is_named_says_the_vocabulary(tmp_path, words, vocab):
+    text = RECIPES["n.yaml"].replace("override_vocab_size: 128256", f"tokenizer: {words}")
+    found = checked(tmp_path, "n.yaml", text)
+    assert found.model.vocab == -(-vocab // 256) * 256  # a multiple of 128 for each tensor rank
+    assert not [note for note in found.reading.assumed if note.name == "vocabulary"]
+
+
+def test_samples_of_another_length_than_the_model_takes_are_named(tmp_path):
+    text = RECIPES["n.yaml"].replace("data: {", "data: {seq_length: 2048, ")
+    found = checked(tmp_path, "n.yaml", text)
+    assert found.model.seq_len == 2048
+    assert "sequence length: 2048" in found.assumed

@@ -16,6 +16,7 @@ from fivefold.strategy._recipes.megatron_model import sized_model
 from fivefold.strategy._recipes.models import assume_tower
 from fivefold.strategy._recipes.told import Setting, Told, UnknownError
 from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.parts import LowRankAdapters
 from fivefold.strategy.plan import ParallelPlan
 
 Recipe = tuple[ModelSpec, ParallelPlan]
@@ -44,9 +45,12 @@ def read_megatron(told: Told) -> Recipe:
     model = adapted(told, sized_model(told, degrees))
     if "launch.tower" in told.settings:
         assume_tower(told, "the model", frozen=told.on("mm_cfg.vision_encoder.freeze"))
+        why = "samples with images are padded to the longest of a batch, and this is the most"
+        told.assume_model("sequence length", model.seq_len, why, least={"seq_len": 64}, most={})
         if told.on("mm_cfg.llm.freeze") and model.adapters is None:
-            why = "the language model is priced as trained"
-            told.unpriced("mm_cfg.llm.freeze", why, memory=(0.1, 1.0))
+            # Gradients go through it to what is before it, and it has no states.
+            frozen = LowRankAdapters(rank=degrees["tensor"], modules=("o_proj",))
+            model = dataclasses.replace(model, adapters=frozen)
     micro = told.whole("micro_batch_size")
     data = _replicas(told, model, degrees, micro)
     whole = _global_batch(told, default=micro * data)
@@ -298,7 +302,9 @@ def _sharing(told: Told) -> int:
     if told.on("fsdp"):  # of NeMo
         words = {"full": 3, "grad": 2, "hybrid": 3, "no_shard": 0}
         return words[told.word("fsdp_sharding_strategy", among=words, default="full") or "full"]
-    told.idle("fsdp is off", "fsdp_sharding_strategy")
+    if not told.on("use_megatron_fsdp", "use_custom_fsdp"):
+        told.idle("fsdp is off", "fsdp_sharding_strategy", "fsdp_grad_reduce_dtype",
+                  "fsdp_sharded_checkpoint", "fsdp_use_orig_params")  # fmt: skip
     if told.on("use_megatron_fsdp", "use_custom_fsdp"):
         word = told.text("data_parallel_sharding_strategy", default="no_shard")
         told.refuse_unless(
@@ -364,6 +370,9 @@ def _stack(told: Told) -> None:
     unfused = env or backend in {"unfused", "local"} or (local and not flash and backend != "flash")
     if unfused or told.off("use_flash_attention"):
         device = dataclasses.replace(device, fused_attention=False)
+        if not (env or local or backend) and told.on("mcore_gpt"):
+            why = "Megatron Core may fuse attention all the same; priced as not fused"
+            told.unpriced("use_flash_attention", why, memory=(0.02, 1.0))
     elif backend not in _PLAIN_TYPES:
         told.unpriced("attention_backend", "priced as fused attention", memory=(0.8, 1.5))
     types = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

@@ -130,7 +130,12 @@ def _length(told: Told) -> int:
     if samples := told.whole("max_seq_length", default=0):  # of NeMo's fine-tuning data
         told.idle("samples of the data are no longer", "seq_length", "encoder_seq_length")
         return samples
-    return told.whole("seq_length", "encoder_seq_length", "data.seq_length")
+    said = told.whole("seq_length", "encoder_seq_length", "data.seq_length")
+    if (samples := told.whole("data.seq_length", default=said)) != said:
+        why = f"samples of the data have {samples}, and the model takes {said}"
+        told.assume_model("sequence length", samples, why, least={"seq_len": min(said, samples)},
+                          most={"seq_len": max(said, samples)})  # fmt: skip
+    return samples
 
 
 def _refuse_unpriced(told: Told) -> None:
@@ -282,15 +287,15 @@ def _vocabulary(told: Told, tensor: int) -> int:
     if not (
         vocab := told.whole("vocab_size", "override_vocab_size", "launch.vocab_size", default=0)
     ):
-        if "gpt2" in told.text("tokenizer_type"):
-            return -(-50257 // unit) * unit
-        try:  # a known model's own tokenizer has as many words as the model
-            name = str(told.get("tokenizer_model", default=""))
-            known = named_model(name, beside=told.path.parent).spec
-        except UnknownError:  # or the launch names it
-            known = None
-        if known is not None:
-            return known.vocab
+        for own in ("tokenizer_type", "tokenizer.type", "tokenizer_model"):
+            try:  # a known model's own tokenizer has as many words as the model
+                name = str(told.get(own, default=""))
+                if "gpt2" in name.lower() and own != "tokenizer_model":
+                    return -(-50257 // unit) * unit
+                known = named_model(name, beside=told.path.parent).spec
+            except UnknownError:  # or the launch names it
+                continue
+            return -(-known.vocab // unit) * unit
         why = "the tokenizer decides it, and it is not here"
         told.assume_model("vocabulary", 51200, why, least={"vocab": _LEAST_VOCABULARY},
                           most={"vocab": _LARGEST_VOCABULARY})  # fmt: skip

@@ -529,7 +529,8 @@ def _trained_sizes(path: Path, name: str) -> Settings:
     """Return the model's sizes from the recipe of the launcher that trained it, ``gpt3_5b``."""
     family, _, size = name.partition("_")
     for up in path.resolve().parents:
-        names = (size, name, name.replace("_", "-"))  # chatglm3_6b is chatglm/chatglm3-6b
+        # chatglm3_6b is chatglm/chatglm3-6b, and llama_7b the first of its family.
+        names = (size, name, name.replace("_", "-"), f"{family}1_{size}")
         families = (family, family.rstrip("0123456789"))
         for file in (up / "training" / one / f"{end}.yaml" for one in families for end in names):
             if file.is_file():
