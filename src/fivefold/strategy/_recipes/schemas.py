@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from fivefold.errors import DataError, FivefoldError
 from fivefold.files import parse_toml, parse_yaml, read_text
+from fivefold.strategy._recipes.registries import function_settings, registry_functions
 from fivefold.strategy._recipes.texts import (
     Script,
     flags_and_rest,
@@ -111,6 +113,26 @@ def recognise(path: Path, text: str) -> Found | None:
     if path.suffix == ".toml":
         return _of_toml(path, text)
     return _of_yaml(path, text)
+
+
+def recognise_registry(path: Path, text: str) -> dict[str, tuple[int, Found]]:
+    """Return the recipes of a registry of torchtitan by the names of their functions, with lines.
+
+    Raises:
+        UnreadableError: The file is not Python.
+    """
+    try:
+        functions = registry_functions(ast.parse(text))
+    except (SyntaxError, ValueError) as error:
+        wrong = DataError(f"the module is not Python: {error}", hint="mend that line")
+        raise UnreadableError(wrong, "torchtitan") from error
+    family = {"model.name": Setting("model.name", path.parent.name, inherited=True)}
+    return {
+        name: (node.lineno, Found("torchtitan", "torchtitan", {
+            key: Setting(key, value) for key, value in function_settings(functions, name).items()
+        } | family))
+        for name, node in functions.items()
+    }  # fmt: skip
 
 
 def _of_module(settings: Mapping[str, Any]) -> Settings:

@@ -384,7 +384,7 @@ def python_settings(text: str) -> dict[str, Any] | None:
         if isinstance(node, ast.Call) and _name(node.func) == "ParallelismConfig":
             for word in node.keywords:
                 if word.arg is not None:
-                    found[word.arg] = _literal(word.value)
+                    found[word.arg] = literal(word.value)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").endswith("config_registry"):
             found["config_function"] = node.names[0].name
         elif isinstance(node, ast.Assign):
@@ -401,14 +401,14 @@ def _assigned(node: ast.Assign) -> dict[str, Any]:
         modes = {"SelectiveAC": "selective", "FullAC": "full"}
         mode = next((mode for name, mode in modes.items() if name in text), "none")
         return {"activation_checkpoint.mode": mode}
-    return {target.attr: _literal(node.value)}
+    return {target.attr: literal(node.value)}
 
 
-def _literal(node: ast.expr) -> Any:
+def literal(node: ast.expr) -> Any:
     """Return a value that stands in the text; what is computed, as its text in braces."""
     try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
+        return _value(node) if isinstance(node, ast.BinOp) else ast.literal_eval(node)
+    except (ValueError, TypeError, ZeroDivisionError):
         return f"{{{ast.unparse(node)}}}"
 
 

@@ -198,6 +198,10 @@ def _stack(told: Told) -> None:
     if reduce:
         width = 2.0 if reduce in {"bfloat16", "float16"} else 4.0
         told.device = dataclasses.replace(told.device, gradient_wire_bytes=width)
+    newest = "training.num_tokens_per_microbatch_per_dp_rank" in told.settings
+    if newest and not told.gives("training.disable_cuda_graphs"):
+        why = "torchtitan's own default: graphs of whole steps keep a pool of memory"
+        told.assume("CUDA graphs", "on", why, memory=(0.9, 1.2))
     if told.on("optimizer.early_step_in_backward"):  # a gradient is used up as soon as it is there
         told.device = dataclasses.replace(told.device, gradient_bytes=0.0)
 
