@@ -272,3 +272,53 @@ def test_samples_of_another_length_than_the_model_takes_are_named(tmp_path):
     found = checked(tmp_path, "n.yaml", text)
     assert found.model.seq_len == 2048
     assert "sequence length: 2048" in found.assumed
+
+
+FORGE = """model: {name: llama3, flavor: 8B}
+processes: {scheduler: local, hosts: 1, procs: 8, with_gpus: true}
+training: {local_batch_size: 1, seq_len: 2048}
+parallelism: {data_parallel_shard_degree: -1, tensor_parallel_degree: 2}
+activation_checkpoint: {mode: full}
+"""
+
+
+def test_torchtitans_sections_as_yaml(tmp_path):
+    found = checked(tmp_path, "a.yaml", FORGE)
+    assert (found.program, found.status) == ("torchtitan", "ok")
+    assert (found.prediction.plan.num_gpus, found.prediction.plan.tensor) == (8, 2)
+
+
+def scripted(tmp_path, before, flags, launcher="torchrun --nproc_per_node 8 --nnodes 4"):
+    head, *lines = MEGATRON.splitlines()
+    path = tmp_path / "b.sh"
+    command = f"{launcher} {head.split()[-1]} {' '.join(lines)} {flags}"
+    path.write_text(f"#!/bin/bash\n{before}\n{command}\n")
+    return check_recipe(path, CLUSTERS["a.sh"])
+
+
+def test_what_slurm_sets_is_known_from_its_directives(tmp_path):
+    before = "#SBATCH --nodes=4\n#SBATCH --gpus-per-node=4"
+    launcher = "torchrun --nproc-per-node $SLURM_GPUS_PER_NODE --nnodes $SLURM_NNODES"
+    flags = "--context-parallel-size $SLURM_GPUS_ON_NODE"
+    found = scripted(tmp_path, before, flags, launcher).prediction.plan
+    assert (found.num_gpus, found.context) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("flag", "other", "status"),
+    [
+        ("--load $A", "--load $B --no-load-rng", "ok"),  # what is read of neither
+        ("--seq-length 4096", "--seq-length 8192", "unknown"),
+    ],
+)
+def test_flags_of_two_branches_are_each_perhaps(tmp_path, flag, other, status):
+    before = f'if [ -f x ]; then\nMORE="{flag}"\nelse\nMORE="{other}"\nfi'
+    found = scripted(tmp_path, before, "${MORE}")
+    assert found.status == status
+    assert flag.split()[0] in {note.name for note in found.reading.harmless} or status == "unknown"
+
+
+def test_a_tokenizer_in_the_folder_of_a_model_says_the_vocabulary(tmp_path):
+    head, *lines = [line for line in MEGATRON.splitlines() if "vocab" not in line]
+    text = " ".join([head, *lines, "--tokenizer-model /data/Meta-Llama-3-8B/tokenizer.model"])
+    assert checked(tmp_path, "a.sh", text).model.vocab == 128256

@@ -282,7 +282,7 @@ def _recompute(told: Told, virtual: int) -> tuple[str, int | None]:
         if method == "block":
             return ("full", count * virtual) if count else ("none", None)
         return "full", None
-    if how != "selective" and not told.on("recompute_activations"):
+    if not told.on("recompute_activations") and how != "selective":
         return "none", None
     words = re.findall(r"\w+", str(told.get("recompute_modules", default="core_attn")))
     unread = [word for word in words if word not in _DROPS]
@@ -375,6 +375,8 @@ def _stack(told: Told) -> None:
             told.unpriced("use_flash_attention", why, memory=(0.02, 1.0))
     elif backend not in _PLAIN_TYPES:
         told.unpriced("attention_backend", "priced as fused attention", memory=(0.8, 1.5))
+    if device.fused_attention:
+        told.idle("attention is fused with its softmax", "no_masked_softmax_fusion")
     types = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     widths = [_width(told, name) for name in types]
     if any(width is not None for width in widths):

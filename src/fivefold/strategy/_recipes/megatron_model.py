@@ -289,7 +289,7 @@ def _vocabulary(told: Told, tensor: int) -> int:
     ):
         for own in ("tokenizer_type", "tokenizer.type", "tokenizer_model"):
             try:  # a known model's own tokenizer has as many words as the model
-                name = str(told.get(own, default=""))
+                name = re.sub(r"/tokenizer\.(json|model)$", "", str(told.get(own, default="")))
                 if "gpt2" in name.lower() and own != "tokenizer_model":
                     return -(-50257 // unit) * unit
                 known = named_model(name, beside=told.path.parent).spec

@@ -50,7 +50,8 @@ _LAUNCH = {
 _SLURM = {"-N": "--nodes", "-n": "--ntasks", "-G": "--total-gpus", "--gpus": "--total-gpus"}
 # What launchers call the counts, where it is not what others mean by the word.
 _OWN_WORDS = {
-    "srun": _SLURM, "mpirun": {"-np": "--ntasks", "-n": "--ntasks", "--np": "--ntasks"},
+    "srun": _SLURM, "mpirun": {"-np": "--ntasks", "-n": "--ntasks", "--np": "--ntasks",
+                               "--npernode": "--gpus-per-node", "-npernode": "--gpus-per-node"},
     "mpiexec": {"-np": "--ntasks", "-n": "--ntasks"},
     "accelerate": {"--num_processes": "--world-size", "--num-processes": "--world-size"},
     "deepspeed": {"--num_gpus": "--gpus-per-node", "--num_nodes": "--nodes"},
@@ -201,7 +202,7 @@ def _of_script(path: Path, text: str) -> Found | None:
         settings["data.appended"] = Setting(settings.pop("words.$@", _NONE).written, "$@")
     if _BLANK_BEHIND.search(text):  # the shell ends the command there
         settings["words.\\ "] = Setting("a blank behind a backslash", "\\ ")
-    settings["launch.module"] = Setting("program", module, inherited=True)
+    settings["launch.module"] = Setting("program", module.rpartition("/")[2], inherited=True)
     if _OTHER_KIND.search(module.lower()):
         message = f"{module} trains a model of another kind than a language model's decoder"
         return Found("megatron", "megatron", settings, trouble=(message, "such have no price"))
@@ -328,8 +329,8 @@ def _of_yaml(path: Path, text: str) -> Found | None:
         raise UnreadableError(error, "nemo") from error
     if not isinstance(table, dict):
         return None
-    for known in (_megatron_test, _primus, _nemo_rl, _nemo_launcher, _automodel, _megatron_yaml,
-                  _bridge):  # fmt: skip
+    for known in (_titan_yaml, _megatron_test, _primus, _nemo_rl, _nemo_launcher, _automodel,
+                  _megatron_yaml, _bridge):  # fmt: skip
         found = known(path, table)
         if found is not None:
             return _with_twice(path, found, twice)
@@ -390,6 +391,16 @@ def _megatron_yaml(_path: Path, table: Mapping[str, Any]) -> Found | None:
         "launch.yaml": Setting("language_model", value=True, inherited=True)
     }
     return Found("megatron", "megatron", settings)
+
+
+def _titan_yaml(_path: Path, table: Mapping[str, Any]) -> Found | None:
+    """Return the settings of a program that takes torchtitan's sections as YAML."""
+    if "parallelism" not in table or "flavor" not in _part(table, "model"):
+        return None
+    counts = {"processes.procs": "launch.nproc_per_node", "processes.hosts": "launch.nnodes"}
+    return Found("torchtitan", "torchtitan", {
+        counts.get(name, name): one for name, one in _of_titan(leaves(table)).items()
+    })  # fmt: skip
 
 
 def _primus(path: Path, table: Mapping[str, Any]) -> Found | None:
