@@ -299,8 +299,14 @@ def parse_xml(
     return top.children[0]
 
 
-def parse_yaml(text: str, *, where: str) -> Any:
+def parse_yaml(text: str, *, where: str, twice: list[str] | None = None) -> Any:
     """Read YAML that is at hand: plain values, no objects.
+
+    Args:
+        text: The YAML.
+        where: What it is, at the head of messages.
+        twice: Where keys that are given twice are added: the last counts, as in PyYAML. Without
+            it they are refused.
 
     Raises:
         UnsupportedError: PyYAML is not installed.
@@ -318,7 +324,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
             node = loader.get_single_node()
             if node is None:
                 return None
-            _check_keys(node, where)
+            _check_keys(node, where, twice)
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -329,8 +335,8 @@ def parse_yaml(text: str, *, where: str) -> Any:
         raise DataError(f"{where} is not YAML: {said:.200}", hint="mend that line") from error
 
 
-def _check_keys(root: Any, where: str) -> None:
-    """Refuse a key that a table of YAML's nodes has twice: parsers take the last in silence."""
+def _check_keys(root: Any, where: str, twice: list[str] | None) -> None:
+    """Refuse or note a key that a table of YAML's nodes has twice: parsers take the last."""
     waiting, seen = [root], {id(root)}
     while waiting:
         node = waiting.pop()
@@ -343,7 +349,9 @@ def _check_keys(root: Any, where: str) -> None:
                 line = key.start_mark.line + 1
                 if key.id != "scalar" or key.tag.endswith(":merge"):
                     continue
-                if (key.tag, key.value) in lines:
+                if twice is not None and (key.tag, key.value) in lines:
+                    twice.append(key.value)
+                elif (key.tag, key.value) in lines:
                     first = lines[key.tag, key.value]
                     message = f"{where} has the key {key.value[:60]!r} twice, in lines {first}"
                     raise DataError(f"{message} and {line}", hint="keep one of the two")

@@ -63,6 +63,22 @@ def test_each_column_is_the_search_of_its_cluster(files):
         assert column["network_half_change"] <= 0 <= column["network_twice_change"]
 
 
+def test_what_was_read_of_the_model_is_in_the_json(files, tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 32000,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 5632,
+        "new_attention": "of a kind that nobody knows",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = tmp_path / "own.toml"
+    job.write_text(JOB.replace('"gpt3-1.3b"', '"config.json"\nseq_len = 2048'))
+    record = json.loads(call(str(job), *files[1:], "--compare", "--json").stdout)
+    places = {note["name"]: kind for kind, notes in record["reading"].items()
+              if isinstance(notes, list) for note in notes}  # fmt: skip
+    assert places["hidden_size"] == "read"
+    assert places["new_attention"] == "left_out"
+
+
 def test_text_and_csv_name_every_cluster(files):
     shown = call(*files, "--compare", "--price", "2 EUR/GPU h", "--price", "1 EUR/GPU-hour")
     assert shown.exit_code == 0, shown.output

@@ -154,7 +154,11 @@ LEAVE_OUT = [
     ("", "-tp 8", "-tp"),
     ("", "--frobnicate", "--frobnicate"),
     ("source ./conf/common.sh\n", "", "source ./conf/common.sh"),
-    ("if [ $A ]; then AC='--recompute-activations'; else AC='--lr 1'; fi\n", "$AC", "${AC}"),
+    (
+        "if [ $A ]; then AC='--recompute-activations'; else AC='--lr 1'; fi\n",
+        "$AC",
+        "branch with --recompute-activations",
+    ),
     ("", "${FP8:+--fp8-format hybrid}", "branch with --fp8-format"),
     ("if [ $A ]; then X='--fp8-format hybrid'; fi\n", "$X", "branch with --fp8-format"),
     ('[[ -n $A ]] && X="--num-experts 8"\n', "$X", "branch with --num-experts"),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli._main import app
 from fivefold.strategy import ParallelPlan, load_cluster, load_model, megatron_flags
-from fivefold.strategy._recipes.megatron import _spread
+from fivefold.strategy._recipes.megatron_model import _spread
 from fivefold.strategy._recipes.models import named_model
 from fivefold.strategy.recipes import check_recipe
 

@@ -114,7 +114,8 @@ def compare_on(
     costs = costs * len(clusters) if len(costs) == 1 else costs
     budget = None if tokens is None else tokens_of(tokens)
     wheres = [load_cluster(name) for name in clusters]
-    outcomes = compare_clusters([(load_job(job, cluster=where), where) for where in wheres])
+    jobs = [load_job(job, cluster=where) for where in wheres]
+    outcomes = compare_clusters(list(zip(jobs, wheres, strict=True)))
     if all(outcome.best is None for outcome in outcomes):
         reasons = "; ".join(f"{one.cluster.name}: {one.problem}" for one in outcomes)
         raise InfeasibleError(
@@ -126,7 +127,9 @@ def compare_on(
         _record(one, budget, costs[place] if costs else None) for place, one in enumerate(outcomes)
     ]
     if form == "json":
-        write_json({"tokens": budget, "clusters": records})
+        reading = jobs[0].reading  # of the model's configuration, the same on every cluster
+        account = {} if reading is None else {"reading": reading.to_json()}
+        write_json({"tokens": budget, "clusters": records} | account)
     elif form == "csv":
         write_csv(records)
     else:

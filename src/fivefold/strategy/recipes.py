@@ -19,7 +19,13 @@ from fivefold.files import read_text
 from fivefold.reading import Reading
 from fivefold.strategy._recipes.automodel import read_automodel
 from fivefold.strategy._recipes.megatron import read_megatron
-from fivefold.strategy._recipes.schemas import Found, Program, UnreadableError, recognise
+from fivefold.strategy._recipes.schemas import (
+    Found,
+    Program,
+    UnreadableError,
+    recognise,
+    recognise_registry,
+)
 from fivefold.strategy._recipes.told import RefusedError, Told, UnknownError
 from fivefold.strategy._recipes.torchtitan import read_torchtitan
 from fivefold.strategy.cluster import Cluster
@@ -33,6 +39,7 @@ from fivefold.units import format_bytes
 Status = Literal["ok", "invalid", "memory", "unknown", "no training"]
 _ENDINGS = (".toml", ".yaml", ".yml", ".sh", ".py", ".txt")
 _MOST_FILES = 10_000
+_REGISTRY = "config_registry.py"  # of torchtitan, a recipe in each function
 _LOG = logging.getLogger(__name__)
 # What a value of a form that nobody foresaw raises.
 _ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -95,8 +102,8 @@ def check_recipes(
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
     count = 0
     for path in [one for one in paths if one.suffix in _ENDINGS and one.is_file()][:_MOST_FILES]:
-        verdict = check_recipe(path, cluster, model=model, model_reading=model_reading)
-        if verdict is not None:
+        judge = _check_registry if path.name == _REGISTRY else _check_file
+        for verdict in judge(path, cluster, model, model_reading):
             count += 1
             yield verdict
     if not count:
@@ -113,37 +120,64 @@ def check_recipe(
     model: ModelSpec | None = None,
     model_reading: Reading | None = None,
 ) -> RecipeVerdict | None:
-    """Check one file, as ``check_recipes`` does; None where it is no recipe."""
+    """Check one file, as ``check_recipes`` does; None where it is no recipe, or has several."""
+    return next(_check_file(path, cluster, model, model_reading), None)
+
+
+def _check_registry(
+    path: Path, cluster: Cluster, model: ModelSpec | None, model_reading: Reading | None
+) -> Iterator[RecipeVerdict]:
+    """Check each function of a registry; its name is at the head of what is said."""
+    try:
+        text = read_text(path)
+        recipes = recognise_registry(path, text)
+    except FivefoldError as error:
+        _LOG.warning("%s is passed over: %s", path, error.message)
+        return
+    for name, (line, found) in recipes.items():
+        told = Told(
+            found.reader, found.settings, path=path, cluster=cluster, model=model,
+            model_reading=model_reading,
+        )  # fmt: skip
+        verdict = _judged(path, text, found, told)
+        yield dataclasses.replace(verdict, message=f"{name}: {verdict.message}", line=line)
+
+
+def _check_file(
+    path: Path, cluster: Cluster, model: ModelSpec | None, model_reading: Reading | None
+) -> Iterator[RecipeVerdict]:
     reading = Reading(str(path))
     try:
         text = read_text(path)
     except FivefoldError as error:  # no text at all
         _LOG.warning("%s is passed over: %s", path, error.message)
-        return None
+        return
     try:
         found = recognise(path, text)
     except UnreadableError as error:
-        return RecipeVerdict(
+        yield RecipeVerdict(
             path=path, program=error.program, status="unknown", message=error.message,
             hint=error.hint or "", reading=reading,
         )  # fmt: skip
+        return
     except _ODD as error:  # of another form than any program's
         _LOG.warning("%s is passed over: %s", path, error)
-        return None
+        return
     if found is None:
-        return None
+        return
     if found.no_training:
-        return RecipeVerdict(
+        yield RecipeVerdict(
             path=path, program=found.program, status="no training", message=found.no_training,
             reading=reading,
         )  # fmt: skip
+        return
     told = Told(
         found.reader, found.settings, path=path, cluster=cluster, model=model,
         model_reading=model_reading,
     )  # fmt: skip
     verdict = _judged(path, text, found, told)
     verdict.reading.log()
-    return verdict
+    yield verdict
 
 
 def _judged(path: Path, text: str, found: Found, told: Told) -> RecipeVerdict:

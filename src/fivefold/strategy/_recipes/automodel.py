@@ -37,7 +37,7 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     split = math.prod(degrees[axis] for axis in ("tensor", "pipeline", "context"))
     micro = told.whole("local_batch_size", "micro_batch_size", "train_micro_batch_size", default=1)
     batch = told.whole("global_batch_size", "train_global_batch_size", default=0)
-    data = told.whole("dp_size", default=0)
+    data = told.whole("dp_size", default=0, least=-1)
     if data <= 0:
         said = _gpus_said(told)
         moe = model.experts
@@ -69,7 +69,7 @@ def read_automodel(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     if degrees["pipeline"] == 1:
         alone = [name for name in told.settings if name.startswith("pipeline.")]
         told.idle("there is one pipeline stage", *alone)
-    copies = max(1, told.whole("dp_replicate_size", default=1))
+    copies = max(1, told.whole("dp_replicate_size", default=1, least=-1))
     sharing = data * degrees["context"]
     told.refuse_unless(
         sharing % copies == 0, f"dp_replicate_size={copies} does not divide {sharing} ranks",
@@ -161,11 +161,13 @@ def _pipeline(told: Told, model: ModelSpec, stages: int, local: int) -> tuple[st
     if stages == 1:
         return "1f1b", 1, local
     word = told.text("pipeline.pp_schedule", default="1f1b")
+    if word not in {"1f1b", "gpipe", "interleaved1f1b"}:
+        told.unpriced("pipeline.pp_schedule", "priced as 1F1B", memory=(0.7, 1.5))
     micro = told.whole("pipeline.pp_microbatch_size", default=1)
     a_chunk = told.whole("pipeline.layers_per_stage", default=0)
     chunks = -(-model.num_layers // a_chunk) if a_chunk else stages
     virtual = max(1, round(chunks / stages))
-    if not word.startswith("interleaved") or virtual == 1:
+    if word != "interleaved1f1b" or virtual == 1:
         return ("gpipe" if word == "gpipe" else "1f1b"), 1, micro
     return "interleaved", virtual, micro
 
@@ -221,11 +223,12 @@ def _length(told: Told) -> int:
 
 
 def _recompute(told: Told) -> str:
-    mode = told.text("activation_checkpointing", "activations_checkpoint_granularity",
-                     "recompute_granularity", default="false")  # fmt: skip
-    if mode in {"selective", "full"}:
-        return mode
-    return "none" if mode in {"false", "none", "0"} else "full"
+    mode = told.word("activation_checkpointing", "activations_checkpoint_granularity",
+                     "recompute_granularity",
+                     among={"selective", "full", "true", "false", "1", "0"})  # fmt: skip
+    if mode in {"", "false", "0"}:
+        return "none"
+    return "selective" if mode == "selective" else "full"
 
 
 def adapted(told: Told, model: ModelSpec) -> ModelSpec:
@@ -244,7 +247,9 @@ def adapted(told: Told, model: ModelSpec) -> ModelSpec:
     modules = [name for name in dict.fromkeys(has) if name != "router"]
     chosen = modules
     wanted = told.get("peft.target_modules", default=[])
-    if wanted and not told.on("peft.match_all_linear"):
+    if wanted and told.on("peft.match_all_linear"):
+        told.unpriced("peft.target_modules", "all linear modules are matched")
+    elif wanted:
         patterns = [wanted] if isinstance(wanted, str) else list(map(str, wanted))
         chosen = [name for name in modules if any(_means(one, name) for one in patterns)]
         others = [one for one in patterns if not any(_means(one, name) for name in modules)]
@@ -253,6 +258,9 @@ def adapted(told: Told, model: ModelSpec) -> ModelSpec:
             told.unpriced("peft.target_modules", why, memory=(0.9, 1.1))
     without = told.get("peft.exclude_modules", default=[]) or []
     patterns = [without] if isinstance(without, str) else list(map(str, without))
+    if others := [one for one in patterns if not any(_means(one, name) for name in modules)]:
+        why = f"no matrix here is called {', '.join(others)}"
+        told.unpriced("peft.exclude_modules", why)
     chosen = [name for name in chosen if not any(_means(one, name) for one in patterns)]
     if not chosen:
         message = f"target_modules {wanted} names no matrix that has a price here"
@@ -282,6 +290,7 @@ def _means(pattern: str, module: str) -> bool:
     return fnmatch.fnmatchcase(module, last) or last == "all-linear"
 
 
+_NARROW, _WIDE = {"bf16", "bfloat16", "fp16", "float16", "16"}, {"float32", "fp32", "32"}
 _FUSED = {"", "none", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "te"}
 
 
@@ -294,8 +303,8 @@ def _stack(told: Told) -> None:
         told.unpriced("attn_implementation", "priced as fused attention", memory=(0.7, 2.0))
     if told.text("launch.backend") == "megatron_cfg":
         return
-    kind = told.text("torch_dtype", "dtype", default="bf16").removeprefix("torch.")
-    wide = kind in {"float32", "fp32"} or told.program == "nemo-rl"
+    kind = told.word("torch_dtype", "dtype", among={*_NARROW, *_WIDE, "auto"})
+    wide = kind in _WIDE or told.program == "nemo-rl"
     optimizer = told.text("optimizer._target_", "optimizer.name", default="adam")
     gradients, states = (4.0, 10.0) if wide else (2.0, 4.0)
     rest = told.on("optimizer.store_param_remainders", "optimizer.kwargs.store_param_remainders")
@@ -303,8 +312,8 @@ def _stack(told: Told) -> None:
         # Master weights are whole, or the 16 bits that the weights lack.
         states = 10.0 if rest else 12.0
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        word = told.text(f"optimizer.{name}", f"optimizer.kwargs.{name}")
-        if "16" in word and (wide or states > 4.0):
+        word = told.word(f"optimizer.{name}", f"optimizer.kwargs.{name}", among=_NARROW | _WIDE)
+        if word in _NARROW and (wide or states > 4.0):
             states -= 2.0
     if "flashadam" in optimizer:  # moments of 8 bits with scales, and bits that the weights lack
         bits = told.whole("optimizer.master_weight_bits", default=24)
@@ -318,7 +327,8 @@ def _stack(told: Told) -> None:
 
 
 def _product_type(told: Told) -> str:
-    told.get("precision")
+    if told.text("precision", default="bf16").removesuffix("-mixed") not in _NARROW:
+        told.unpriced("precision", "products are priced as in 16 bits", memory=(0.5, 2.0))
     if not told.on("fp8.enabled", "fp8"):
         return "bf16"
     return "mxfp8" if "mx" in told.text("fp8.recipe_name") else "fp8"

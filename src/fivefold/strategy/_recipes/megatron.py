@@ -7,16 +7,16 @@ switched off, what it refuses is refused, and nothing else is.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 from typing import Any
 
 from fivefold.strategy._launchers import chunk_layout
 from fivefold.strategy._recipes.automodel import adapted
-from fivefold.strategy._recipes.models import assume_tower, named_model
-from fivefold.strategy._recipes.told import ANY, Setting, Told, UnknownError
+from fivefold.strategy._recipes.megatron_model import sized_model
+from fivefold.strategy._recipes.models import assume_tower
+from fivefold.strategy._recipes.told import Setting, Told, UnknownError
 from fivefold.strategy.model import ModelSpec
-from fivefold.strategy.parts import LatentAttention, MambaMixer, MixtureOfExperts
+from fivefold.strategy.parts import LowRankAdapters
 from fivefold.strategy.plan import ParallelPlan
 
 Recipe = tuple[ModelSpec, ParallelPlan]
@@ -26,26 +26,6 @@ _DEGREES = {
     "context": ("context_parallel_size",),
     "expert": ("expert_model_parallel_size",),
 }
-# What makes layers that have no price, and what it is.
-_NO_PRICE = {
-    "heterogeneous_layers_config_path": "layers that a file of their own describes",
-    "heterogeneous_layers_config_encoded_json": "layers that a text of their own describes",
-    "decoder_num_layers": "an encoder beside the decoder",
-    "linear_attention_freq": "layers of linear attention",
-    "linear_attention_type": "layers of linear attention",
-    "moe_latent_size": "experts in a space of their own",
-    "export_kd_teacher_load": "a teacher beside the model",
-    "kd_teacher_load": "a teacher beside the model",
-    "num_moe_experts_per_layer": "another number of experts in each layer",
-    "flextron": "a model whose sizes change as it trains",
-    "retro_add_retriever": "a retriever",
-    "patch_dim": "images beside text",
-    "img_h": "images beside text",
-    "language_model_type": "images beside text",
-    "model_provider": "a model that another module builds",
-    "block_function": "a model that another module builds",
-}
-_ATTENTION_VARIANTS = {"none", "dot_product", ""}
 _STATE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2,
                 "fp8": 1, "uint8": 1}  # fmt: skip
 _DROPS = {"core_attn": "scores", "layernorm": "norm", "moe_act": "activation",
@@ -53,32 +33,24 @@ _DROPS = {"core_attn": "scores", "layernorm": "norm", "moe_act": "activation",
 _SHARING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
 _LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
-_RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_LOG = logging.getLogger(__name__)
-_LEAST_VOCABULARY, _LARGEST_VOCABULARY = 8192, 262_144
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_MAMBA = ("mamba_head_dim", "mamba_state_dim", "mamba_num_heads", "mamba_num_groups")
-_SIZES = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-    "kv_channels", "vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", *_LATENT,
-    *_MAMBA, "hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio",
-    "hybrid_mlp_ratio", "spec", "mtp_num_layers", "moe_layer_freq", "group_query_attention",
-    "moe_shared_expert_intermediate_size", "multi_latent_attention", "swiglu",
-)  # fmt: skip
 _NONE = Setting("", value=None)
 _PLAIN_TYPES = {"", "auto", "flash", "fused"}
+_FP8 = {"hybrid", "e4m3", "true", "false", "1", "0"}
+_FP8_RECIPES = {"tensorwise", "delayed", "blockwise", "mxfp8"}
 
 
 def read_megatron(told: Told) -> Recipe:
     """Return model and plan of a recipe of Megatron-LM; its stack goes to ``told.device``."""
     degrees: dict[str, Any] = {axis: told.degree(axis, *names) for axis, names in _DEGREES.items()}
-    model = adapted(told, _model(told, degrees))
+    model = adapted(told, sized_model(told, degrees))
     if "launch.tower" in told.settings:
         assume_tower(told, "the model", frozen=told.on("mm_cfg.vision_encoder.freeze"))
+        why = "samples with images are padded to the longest of a batch, and this is the most"
+        told.assume_model("sequence length", model.seq_len, why, least={"seq_len": 64}, most={})
         if told.on("mm_cfg.llm.freeze") and model.adapters is None:
-            why = "the language model is priced as trained"
-            told.unpriced("mm_cfg.llm.freeze", why, memory=(0.1, 1.0))
+            # Gradients go through it to what is before it, and it has no states.
+            frozen = LowRankAdapters(rank=degrees["tensor"], modules=("o_proj",))
+            model = dataclasses.replace(model, adapters=frozen)
     micro = told.whole("micro_batch_size")
     data = _replicas(told, model, degrees, micro)
     whole = _global_batch(told, default=micro * data)
@@ -116,7 +88,7 @@ def read_megatron(told: Told) -> Recipe:
         recompute=recompute,  # type: ignore[arg-type]
         recompute_layers=some,
         embedding_layers=ends,
-        offload_optimizer=told.on("optimizer_cpu_offload"),
+        offload_optimizer=_moves_states(told),
         **_offloaded(told),
         optimizer=_optimizer(told),  # type: ignore[arg-type]
         order="tcpd" if told.on("use_tp_pp_dp_mapping") else "tcdp",
@@ -155,6 +127,9 @@ def _global_batch(told: Told, *, default: int) -> int:
         return int(str(steps).split()[-1].rpartition(":")[2])
     if told.get("rampup_batch_size") is not None:
         told.describe("rampup_batch_size", "the batch it ends at is judged")
+        if not re.fullmatch(r"[\[(]?\s*\d+([\s,]+\d+)*\s*[\])]?", told.text("rampup_batch_size")):
+            message = f"rampup_batch_size is {told.get('rampup_batch_size')!r}, which is not read"
+            raise UnknownError(message, hint="start, increment and samples, such as 32 32 65324")
     return told.whole("global_batch_size", default=default)
 
 
@@ -290,12 +265,14 @@ def _uneven(told: Told, model: ModelSpec, stages: int, outer: list[int]) -> int:
 
 def _recompute(told: Told, virtual: int) -> tuple[str, int | None]:
     """Return what is recomputed, and in how many layers of a stage."""
-    how = told.text("recompute_granularity", "activations_checkpoint_granularity")
-    if not how and told.text("activations_checkpoint_method") not in {"", "none"}:
+    kinds, methods = {"full", "selective"}, {"uniform", "block"}
+    how = told.word("recompute_granularity", "activations_checkpoint_granularity", among=kinds)
+    if not how and told.word("activations_checkpoint_method", among=methods):
         how = "full"  # as releases before 2022 called it
-    modules = told.get("recompute_modules")
-    method = told.text("recompute_method", "activations_checkpoint_method")
+    method = told.word("recompute_method", "activations_checkpoint_method", among=methods)
     count = told.whole("recompute_num_layers", "activations_checkpoint_num_layers", default=0)
+    if how != "selective":
+        told.idle("no modules are chosen to be recomputed", "recompute_modules")
     if how == "full":
         if told.settings.get("recompute_granularity", _NONE).given:
             given = method in {"uniform", "block"} and told.gives("recompute_num_layers")
@@ -305,9 +282,9 @@ def _recompute(told: Told, virtual: int) -> tuple[str, int | None]:
         if method == "block":
             return ("full", count * virtual) if count else ("none", None)
         return "full", None
-    if how != "selective" and not told.on("recompute_activations"):
+    if not told.on("recompute_activations") and how != "selective":
         return "none", None
-    words = re.findall(r"\w+", str(modules or "core_attn"))
+    words = re.findall(r"\w+", str(told.get("recompute_modules", default="core_attn")))
     unread = [word for word in words if word not in _DROPS]
     drops = " ".join(dict.fromkeys(_DROPS[word] for word in words if word in _DROPS))
     told.device = dataclasses.replace(told.device, selective_drops=drops)
@@ -322,10 +299,12 @@ def _sharing(told: Told) -> int:
     distributed = told.on("use_distributed_optimizer") or "distributed" in told.text("optim.name")
     if told.on("use_torch_fsdp2"):
         return 3
-    named = told.text("fsdp_sharding_strategy", default="full")
     if told.on("fsdp"):  # of NeMo
         words = {"full": 3, "grad": 2, "hybrid": 3, "no_shard": 0}
-        return words.get(named, 3)
+        return words[told.word("fsdp_sharding_strategy", among=words, default="full") or "full"]
+    if not told.on("use_megatron_fsdp", "use_custom_fsdp"):
+        told.idle("fsdp is off", "fsdp_sharding_strategy", "fsdp_grad_reduce_dtype",
+                  "fsdp_sharded_checkpoint", "fsdp_use_orig_params")  # fmt: skip
     if told.on("use_megatron_fsdp", "use_custom_fsdp"):
         word = told.text("data_parallel_sharding_strategy", default="no_shard")
         told.refuse_unless(
@@ -361,13 +340,18 @@ def _optimizer(told: Told) -> str:
     return "adamw"
 
 
-def _offloaded(told: Told) -> dict[str, Any]:
-    if (
-        told.on("optimizer_cpu_offload")
-        and 0 < told.number("optimizer_offload_fraction", default=1.0) < 1
-    ):
+def _moves_states(told: Told) -> bool:
+    if not told.on("optimizer_cpu_offload"):
+        told.idle("the optimizer is not moved", "optimizer_offload_fraction")
+        return False
+    share = told.share("optimizer_offload_fraction", default=1.0)
+    if 0 < share < 1:
         told.unpriced("optimizer_offload_fraction", "all states are priced as moved",
                       memory=(1.0, 4.0))  # fmt: skip
+    return share > 0
+
+
+def _offloaded(told: Told) -> dict[str, Any]:
     if not told.on("cpu_offloading"):
         return {}
     layers = told.whole("cpu_offloading_num_layers", default=0)
@@ -379,14 +363,20 @@ def _stack(told: Told) -> None:
     if told.off("megatron_amp_o2"):
         told.unpriced("megatron_amp_o2", "weights are priced in 16 bits", memory=(0.8, 2.0))
     device, backend = told.device, told.text("attention_backend")
-    local = told.text("transformer_impl", default="transformer_engine") == "local"
+    kinds = {"local", "transformer_engine", "inference_optimized"}
+    local = told.word("transformer_impl", among=kinds) == "local"
     flash = told.on("use_flash_attn", "use_flash_attention")
     env = told.off("env.nvte_flash_attn") and told.off("env.nvte_fused_attn")
     unfused = env or backend in {"unfused", "local"} or (local and not flash and backend != "flash")
     if unfused or told.off("use_flash_attention"):
         device = dataclasses.replace(device, fused_attention=False)
+        if not (env or local or backend) and told.on("mcore_gpt"):
+            why = "Megatron Core may fuse attention all the same; priced as not fused"
+            told.unpriced("use_flash_attention", why, memory=(0.02, 1.0))
     elif backend not in _PLAIN_TYPES:
         told.unpriced("attention_backend", "priced as fused attention", memory=(0.8, 1.5))
+    if device.fused_attention:
+        told.idle("attention is fused with its softmax", "no_masked_softmax_fusion")
     types = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     widths = [_width(told, name) for name in types]
     if any(width is not None for width in widths):
@@ -425,254 +415,14 @@ def _width(told: Told, name: str) -> float | None:
 def _product_type(told: Told) -> str:
     """Return the type of matrix products."""
     wide_in = told.on("bf16", "fp16") or "16" in told.text("precision", "params_dtype")
-    if told.on("fp4_format", "fp4"):
+    off = {"", "false", "0"}
+    if any(told.word(name, among={"e2m1", *_FP8}) not in off for name in ("fp4_format", "fp4")):
         return "nvfp4"
-    wide = told.on("fp8_format", "fp8")
-    named = [told.on(name) for name in ("fp8_hybrid", "fp8_e4m3", "transformer_engine.fp8")]
-    recipe = told.text("fp8_recipe")
-    if wide or any(named):
+    named = [told.word(name, among=_FP8) not in off for name in ("fp8_format", "fp8")]
+    if any(named) or told.on("fp8_hybrid", "fp8_e4m3", "transformer_engine.fp8"):
+        recipe = told.word("fp8_recipe", among=_FP8_RECIPES)
         return "mxfp8" if recipe == "mxfp8" else "fp8"
+    told.idle("products are of 16 bits", "fp8_recipe")
     if not wide_in:
         told.assume("products", "16 bits", "neither bf16 nor fp16 is said", memory=(1.0, 2.0))
     return "bf16"
-
-
-def _model(told: Told, degrees: dict[str, int]) -> ModelSpec:
-    """Return the model of the recipe's own sizes; the given one where they stand elsewhere."""
-    if told.model is None:
-        return _own_model(told, degrees)
-    told_here = any(told.gives(name) for name in ("num_layers", *_PATTERNS))
-    if told_here and told.gives("hidden_size"):
-        try:
-            return _own_model(told, degrees)
-        except UnknownError:  # such as a layer that has no price, where a config.json may have
-            _LOG.debug("%s: the given model is used", told.path)
-    given = told.model
-    for name, size in {"num_layers": given.num_layers, "hidden_size": given.hidden,
-                       "num_attention_heads": given.num_heads}.items():  # fmt: skip
-        if told.gives(name) and told.whole(name) != size:
-            message = f"{name} is {told.whole(name)} in the recipe, {size} in the given model"
-            raise UnknownError(message, hint="give the config.json of the model that it trains")
-    length = told.whole("seq_length", "encoder_seq_length", default=given.seq_len)
-    told.assume("model", given.name, "as given: the recipe does not say its sizes")
-    told.adopt(told.model_reading, of="the model")
-    told.idle("the model is given beside the recipe", *_SIZES)
-    return dataclasses.replace(given, seq_len=length)
-
-
-def _own_model(told: Told, degrees: dict[str, int]) -> ModelSpec:
-    _refuse_unpriced(told)
-    hidden = told.whole("hidden_size")
-    activation = told.text("activation", "activation_func")
-    gated = told.on("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
-    gated = gated or "swiglu" in activation or "geglu" in activation
-    ffn = 4 * hidden if not gated else int(4 * hidden * 2 / 3 / 64) * 64
-    inner = told.whole("ffn_hidden_size", default=ffn)
-    layers, pattern = _layers(told)
-    heads = told.whole("num_attention_heads", default=1 if pattern and "*" not in pattern else None)
-    width = told.whole("kv_channels", default=0)
-    told.refuse_unless(
-        heads % degrees["tensor"] == 0,
-        f"tensor={degrees['tensor']} does not divide num_attention_heads={heads}",
-        "each rank has whole heads",
-    )
-    told.refuse_unless(
-        bool(width) or bool(pattern) or hidden % heads == 0,
-        f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}",
-        "give kv_channels, the width of a head",
-    )
-    positions = told.text("position_embedding_type", default="learned_absolute")
-    rotary = told.on("use_rotary_position_embeddings", "no_position_embedding")
-    rotary = rotary or told.off("add_position_embedding")
-    biased = not told.on("disable_bias_linear") and not told.off("bias")
-    biased = biased and not told.off("add_bias_linear")
-    tied = not told.on("untie_embeddings_and_output_weights")
-    tied = tied and not told.off("share_embeddings_and_output_weights")
-    # On the command line the number of groups counts beside its flag alone.
-    groups = told.whole("num_query_groups", default=heads)
-    said = told.on("group_query_attention") or "launch.yaml" in told.settings
-    latent = _latent(told)
-    if "M" not in pattern:
-        told.idle("no layer is a Mamba mixer", *_MAMBA)
-    window = _window(told, layers)
-    return ModelSpec(
-        name=told.path.stem, num_layers=layers, hidden=hidden, num_heads=heads,
-        vocab=_vocabulary(told, degrees["tensor"]), ffn=inner, gated=gated,
-        seq_len=_length(told),
-        num_kv_heads=groups if said and latent is None else None,
-        head_dim=told.whole("qk_head_dim", default=128) if latent
-        else width or None,
-        tied=tied, learned_positions=positions == "learned_absolute" and not rotary,
-        biases=biased, dropout=told.number("hidden_dropout", default=0.1) > 0,
-        experts=_experts(told, layers, inner, pattern), latent=latent, pattern=pattern,
-        mamba=_mamba(told, hidden) if "M" in pattern else None,
-        predicted_tokens=told.whole("mtp_num_layers", default=0), **window,
-    )  # fmt: skip
-
-
-def _length(told: Told) -> int:
-    if samples := told.whole("max_seq_length", default=0):  # of NeMo's fine-tuning data
-        told.idle("samples of the data are no longer", "seq_length", "encoder_seq_length")
-        return samples
-    return told.whole("seq_length", "encoder_seq_length", "data.seq_length")
-
-
-def _refuse_unpriced(told: Told) -> None:
-    for name, what in _NO_PRICE.items():
-        if name not in told.settings or told.settings[name].inherited:
-            continue  # a base lists every default
-        value = told.text(name)
-        if value not in {"", "none", "null", "false", "0"}:
-            message = f"{name} {value} is not read: {what} has no price here"
-            raise UnknownError(message, hint="give its config.json with --model, where it has one")
-    variant = told.text("experimental_attention_variant")
-    if variant not in _ATTENTION_VARIANTS:
-        message = f"experimental_attention_variant {variant} is not read: it has no price here"
-        raise UnknownError(message, hint="plan the model from its config.json with --model")
-    if told.on("use_checkpoint_args") and told.get("num_layers") is None:
-        message = "the model's sizes stand in a checkpoint (use_checkpoint_args)"
-        raise UnknownError(message, hint="add num_layers and the like, or --model config.json")
-
-
-def _layers(told: Told) -> tuple[int, str]:
-    """Return the number of layers and, of hybrid models, the pattern."""
-    pattern = str(told.get(*_PATTERNS, default=""))
-    if not pattern:
-        spec = str(told.get("spec", default=""))
-        ratios = [told.number(name, default=0.0) > 0 for name in _RATIOS]
-        module = f"{told.text('launch.module')} {spec}"
-        layers = told.whole("num_layers", default=0)
-        own = re.sub(r"[\w.]*mamba_layer_specs|mamba_stack_spec|[\[\]',\s]", "", spec)
-        hybrid = re.search("mamba|hybrid", told.text("launch.module"))
-        if layers and not own and any(ratios) and hybrid:
-            return layers, _spread(layers, *(told.number(name, default=0.0) for name in _RATIOS))
-        if told.on("is_hybrid_model") or any(ratios) or re.search("mamba|hybrid", module):
-            message = "a hybrid model whose pattern of layers is not said has no price here"
-            raise UnknownError(message, hint="add hybrid_layer_pattern, such as M-M*-")
-        if spec:
-            told.unpriced("spec", "layers of a module of its own; priced as usual", memory=ANY)
-        return told.whole("num_layers", "encoder_num_layers"), ""
-    main, *heads = pattern.replace("|", "").split("/")
-    if heads or set(main) - set("M*-E"):
-        message = f"hybrid_layer_pattern {pattern!r} has layers that have no price here"
-        raise UnknownError(message, hint="M, *, - and E have one, without prediction heads")
-    told.get("num_layers", "spec")
-    told.idle("the pattern says which layers there are", "spec", "hybrid_attention_ratio",
-              "hybrid_mlp_ratio", "is_hybrid_model")  # fmt: skip
-    return len(main), main
-
-
-def _spread(layers: int, attention: float, mlp: float) -> str:
-    """Return Megatron-LM's pattern of a model of which only the shares of layers are said.
-
-    Attention is spread evenly between layers of Mamba, then feed-forward layers between the rest.
-    """
-    pattern = ["M"] * layers
-    for letter, share in (("*", attention), ("-", mlp)):
-        count, free = round(layers * share), [i for i in range(layers) if pattern[i] == "M"]
-        if not count:
-            continue
-        gap = (len(free) - count) / (count + (letter == "*"))
-        left = gap
-        for place in free:
-            if left < 0.5:  # to the nearest layer
-                pattern[place] = letter
-                left += gap
-            else:
-                left -= 1
-    return "".join(pattern)
-
-
-def _mamba(told: Told, hidden: int) -> MambaMixer:
-    width = told.whole("mamba_head_dim", default=64)
-    return MambaMixer(
-        state=told.whole("mamba_state_dim", default=128), head_dim=width,
-        heads=told.whole("mamba_num_heads", default=2 * hidden // width),
-        groups=told.whole("mamba_num_groups", default=8),
-    )  # fmt: skip
-
-
-def _latent(told: Told) -> LatentAttention | None:
-    if not told.on("multi_latent_attention"):
-        told.idle("attention is not latent", *_LATENT)
-        return None
-    return LatentAttention(
-        q_rank=told.whole("q_lora_rank", default=0), kv_rank=told.whole("kv_lora_rank", default=32),
-        rope_dim=told.whole("qk_pos_emb_head_dim", default=64),
-        value_dim=told.whole("v_head_dim", default=128),
-    )  # fmt: skip
-
-
-def _window(told: Told, layers: int) -> dict[str, Any]:
-    found = re.findall(r"-?\d+", told.text("window_size"))
-    if not found or int(found[0]) <= 0:
-        return {}
-    skip = told.text("window_attn_skip_freq")
-    if not skip.isdecimal():
-        if skip:
-            told.unpriced("window_attn_skip_freq", "all layers are priced as windowed")
-        return {"window": int(found[0])}
-    return {"window": int(found[0]), "windowed_layers": layers - layers // max(int(skip), 1)}
-
-
-def _experts(told: Told, layers: int, inner: int, pattern: str) -> MixtureOfExperts | None:
-    experts = told.whole("num_experts", "num_moe_experts", default=0)
-    if not experts or (pattern and "E" not in pattern):
-        told.idle("the model has no experts", "moe_layer_freq", "moe_router_topk",
-                  "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-                  "moe_router_num_groups", "moe_router_group_topk",
-                  "expert_tensor_parallel_size", "moe_shared_expert_overlap",
-                  "overlap_moe_expert_parallel_comm")  # fmt: skip
-        return None
-    dense, every = (0, 1) if pattern else _expert_layers(told, layers)
-    groups = told.whole("moe_router_num_groups", default=1)
-    return MixtureOfExperts(
-        num_experts=experts, top_k=told.whole("moe_router_topk", default=2),
-        expert_ffn=told.whole("moe_ffn_hidden_size", default=inner),
-        shared_ffn=told.whole("moe_shared_expert_intermediate_size", default=0),
-        dense_layers=dense, every=every, groups=groups,
-        top_groups=told.whole("moe_router_group_topk", default=0) or None if groups > 1 else None,
-    )  # fmt: skip
-
-
-def _expert_layers(told: Told, layers: int) -> tuple[int, int]:
-    """Return how many leading layers are dense, and which one in how many has experts after."""
-    text = re.sub(r"\s", "", str(told.get("moe_layer_freq", default="1")))
-    if text.isdecimal():
-        return 0, max(int(text), 1)
-    spread = re.sub(
-        r"\(?\[([01,]+)\]\)?\*(\d+)", lambda m: f"[{','.join([m[1]] * int(m[2]))}]", text
-    )
-    each = [int(digit) for digit in re.findall(r"[01]", re.sub(r"[^01,\[\]+()]", "?", spread))]
-    told.refuse_unless(
-        not each or "?" in spread or len(each) == layers,
-        f"moe_layer_freq says {len(each)} layers, num_layers={layers}", "one digit for each layer",
-    )  # fmt: skip
-    dense = len(each) - len("".join(map(str, each)).lstrip("0"))
-    if "?" in spread or not each or 0 in each[dense:]:
-        message = f"moe_layer_freq {text} is not read: which layers have experts is not clear"
-        raise UnknownError(message, hint="a number, or leading dense layers as in ([0]*3+[1]*58)")
-    return (dense if dense < layers else 0), 1
-
-
-def _vocabulary(told: Told, tensor: int) -> int:
-    if padded := told.whole("padded_vocab_size", default=0):
-        return padded
-    unit = told.whole("make_vocab_size_divisible_by", default=128) * tensor
-    if not (
-        vocab := told.whole("vocab_size", "override_vocab_size", "launch.vocab_size", default=0)
-    ):
-        if "gpt2" in told.text("tokenizer_type"):
-            return -(-50257 // unit) * unit
-        try:  # a known model's own tokenizer has as many words as the model
-            name = str(told.get("tokenizer_model", default=""))
-            known = named_model(name, beside=told.path.parent).spec
-        except UnknownError:  # or the launch names it
-            known = None
-        if known is not None:
-            return known.vocab
-        why = "the tokenizer decides it, and it is not here"
-        told.assume_model("vocabulary", 51200, why, least={"vocab": _LEAST_VOCABULARY},
-                          most={"vocab": _LARGEST_VOCABULARY})  # fmt: skip
-        return 51200
-    return -(-vocab // unit) * unit if told.program == "megatron" else vocab

@@ -55,6 +55,7 @@ _ALIASES = {
     "deepseekr1distillqwen7b": "qwen2.5-7b", "deepseekr1distillqwen14b": "qwen2.5-14b",
     "deepseekr1distillqwen32b": "qwen2.5-32b", "deepseekr1distillllama8b": "llama3-8b",
     "deepseekr1distillllama70b": "llama3-70b", "llama3.1nemotronnano8bv1": "llama3-8b",
+    "codellamapython7b": "llama2-7b", "codellama7bpython": "llama2-7b",
     "qwen3coder30ba3b": "qwen3-30b-a3b", "deepseekv3236b": "deepseek-v2-236b",
     "deepseekv2": "deepseek-v2-236b", "llama417bx16e": "llama-4-scout-17b-16e",
     "llama417bx128e": "llama-4-maverick-17b-128e", "llama3.1tulu38b": "llama-3.1-tulu-3-8b",

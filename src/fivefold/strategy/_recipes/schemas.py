@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.errors import FivefoldError
+from fivefold.errors import DataError, FivefoldError
 from fivefold.files import parse_toml, parse_yaml, read_text
+from fivefold.strategy._recipes.registries import function_settings, registry_functions
 from fivefold.strategy._recipes.texts import (
     Script,
     flags_and_rest,
@@ -36,6 +38,7 @@ _NO_TRAINING = re.compile(
     r"mmlu|merge|tasks/msdp|zeroshot|tasks/main|hf_to|to_hf|verify|validate|benchmark_infer|embed_corpus"
 )
 _OTHER_KIND = re.compile(r"t5|(^|_)ict|realm|vision|vlm|multimodal|retro|mimo|dino|inpaint")
+_BLANK_BEHIND = re.compile(r"^[^#\n]*--[^#\n]*\\[ \t]+$", re.MULTILINE)
 _LAUNCH = {
     "nproc_per_node": "nproc_per_node", "gpus_per_node": "gpus_per_node", "nnodes": "nnodes",
     "num_nodes": "nnodes", "nodes": "nnodes", "world_size": "world_size", "num_gpus": "world_size",
@@ -47,7 +50,8 @@ _LAUNCH = {
 _SLURM = {"-N": "--nodes", "-n": "--ntasks", "-G": "--total-gpus", "--gpus": "--total-gpus"}
 # What launchers call the counts, where it is not what others mean by the word.
 _OWN_WORDS = {
-    "srun": _SLURM, "mpirun": {"-np": "--ntasks", "-n": "--ntasks", "--np": "--ntasks"},
+    "srun": _SLURM, "mpirun": {"-np": "--ntasks", "-n": "--ntasks", "--np": "--ntasks",
+                               "--npernode": "--gpus-per-node", "-npernode": "--gpus-per-node"},
     "mpiexec": {"-np": "--ntasks", "-n": "--ntasks"},
     "accelerate": {"--num_processes": "--world-size", "--num-processes": "--world-size"},
     "deepspeed": {"--num_gpus": "--gpus-per-node", "--num_nodes": "--nodes"},
@@ -110,6 +114,26 @@ def recognise(path: Path, text: str) -> Found | None:
     if path.suffix == ".toml":
         return _of_toml(path, text)
     return _of_yaml(path, text)
+
+
+def recognise_registry(path: Path, text: str) -> dict[str, tuple[int, Found]]:
+    """Return the recipes of a registry of torchtitan by the names of their functions, with lines.
+
+    Raises:
+        UnreadableError: The file is not Python.
+    """
+    try:
+        functions = registry_functions(ast.parse(text))
+    except (SyntaxError, ValueError) as error:
+        wrong = DataError(f"the module is not Python: {error}", hint="mend that line")
+        raise UnreadableError(wrong, "torchtitan") from error
+    family = {"model.name": Setting("model.name", path.parent.name, inherited=True)}
+    return {
+        name: (node.lineno, Found("torchtitan", "torchtitan", {
+            key: Setting(key, value) for key, value in function_settings(functions, name).items()
+        } | family))
+        for name, node in functions.items()
+    }  # fmt: skip
 
 
 def _of_module(settings: Mapping[str, Any]) -> Settings:
@@ -176,7 +200,9 @@ def _of_script(path: Path, text: str) -> Found | None:
     settings |= _flags(words)
     if _OUR_OWN in text:  # whose head says what is given behind it: data, learning rate
         settings["data.appended"] = Setting(settings.pop("words.$@", _NONE).written, "$@")
-    settings["launch.module"] = Setting("program", module, inherited=True)
+    if _BLANK_BEHIND.search(text):  # the shell ends the command there
+        settings["words.\\ "] = Setting("a blank behind a backslash", "\\ ")
+    settings["launch.module"] = Setting("program", module.rpartition("/")[2], inherited=True)
     if _OTHER_KIND.search(module.lower()):
         message = f"{module} trains a model of another kind than a language model's decoder"
         return Found("megatron", "megatron", settings, trouble=(message, "such have no price"))
@@ -294,20 +320,30 @@ def _of_yaml(path: Path, text: str) -> Found | None:
     if path.parent.name == "workflows" or template or not any(word in text for word in words):
         return None
     text = re.sub(r"\{%.*?%\}", "", text)
+    twice: list[str] = []
     try:
-        table = parse_yaml(text, where=str(path))
+        table = parse_yaml(text, where=str(path), twice=twice)
     except FivefoldError as error:
         if _KEYS_OF_RECIPES.search(text) is None:
             return None
         raise UnreadableError(error, "nemo") from error
     if not isinstance(table, dict):
         return None
-    for known in (_megatron_test, _primus, _nemo_rl, _nemo_launcher, _automodel, _megatron_yaml,
-                  _bridge):  # fmt: skip
+    for known in (_titan_yaml, _megatron_test, _primus, _nemo_rl, _nemo_launcher, _automodel,
+                  _megatron_yaml, _bridge):  # fmt: skip
         found = known(path, table)
         if found is not None:
-            return found
+            return _with_twice(path, found, twice)
     return None
+
+
+def _with_twice(path: Path, found: Found, twice: list[str]) -> Found:
+    """Note keys that a file has twice: PyYAML takes the last one, OmegaConf refuses the file."""
+    if twice and found.program not in {"megatron", "primus", "automodel"}:
+        error = DataError(f"{path} has the key {twice[0]!r} twice", hint="keep one of the two")
+        raise UnreadableError(error, found.program)
+    noted = {f"twice.{key}": Setting(f"{key} a second time", "the last") for key in twice}
+    return dataclasses.replace(found, settings=noted | found.settings)
 
 
 def _part(table: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -355,6 +391,16 @@ def _megatron_yaml(_path: Path, table: Mapping[str, Any]) -> Found | None:
         "launch.yaml": Setting("language_model", value=True, inherited=True)
     }
     return Found("megatron", "megatron", settings)
+
+
+def _titan_yaml(_path: Path, table: Mapping[str, Any]) -> Found | None:
+    """Return the settings of a program that takes torchtitan's sections as YAML."""
+    if "parallelism" not in table or "flavor" not in _part(table, "model"):
+        return None
+    counts = {"processes.procs": "launch.nproc_per_node", "processes.hosts": "launch.nnodes"}
+    return Found("torchtitan", "torchtitan", {
+        counts.get(name, name): one for name, one in _of_titan(leaves(table)).items()
+    })  # fmt: skip
 
 
 def _primus(path: Path, table: Mapping[str, Any]) -> Found | None:
@@ -516,7 +562,8 @@ def _trained_sizes(path: Path, name: str) -> Settings:
     """Return the model's sizes from the recipe of the launcher that trained it, ``gpt3_5b``."""
     family, _, size = name.partition("_")
     for up in path.resolve().parents:
-        names = (size, name, name.replace("_", "-"))  # chatglm3_6b is chatglm/chatglm3-6b
+        # chatglm3_6b is chatglm/chatglm3-6b, and llama_7b the first of its family.
+        names = (size, name, name.replace("_", "-"), f"{family}1_{size}")
         families = (family, family.rstrip("0123456789"))
         for file in (up / "training" / one / f"{end}.yaml" for one in families for end in names):
             if file.is_file():

@@ -57,8 +57,9 @@ def read_script(text: str) -> Script:
     text = "\n".join(map(_without_comment, _without_documents(text).splitlines()))
     joined = re.sub(r"\\[ \t]*(\n|$)", " ", text)
     script = Script([], Variables(), _words(slurm), [])
-    if str(nodes := flags_of(script.slurm).get("--nodes")).isdecimal():
-        script.variables |= {"SLURM_NNODES": str(nodes), "SLURM_JOB_NUM_NODES": str(nodes)}
+    for flag, value in flags_of(script.slurm).items():
+        if str(value).isdecimal():  # what Slurm sets for the job
+            script.variables |= dict.fromkeys(_SLURM_SETS.get(flag, ()), str(value))
     open_blocks: list[str] = []
     for raw in _whole_values(joined).splitlines():
         for line, perhaps in _statements(raw):
@@ -77,6 +78,11 @@ def read_script(text: str) -> Script:
     return script
 
 
+_SLURM_SETS = {
+    "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",), "--ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+}  # fmt: skip
 _CLOSING = {"fi", "esac", "done"}
 _SILENT = {"echo", "printf", "cat", "mkdir", "cd", "unset", "set", "exit", "then", "else", "do"}
 _BRANCH = re.compile(r"^\s*(?:[\w.*|\"-]+\)|then|else|do|\{)\s+")
@@ -155,10 +161,24 @@ def _assign(variables: Variables, found: tuple[str, bool, str], *, branch: bool)
         variables[name] = f"{before or ''} {value}".strip()
     elif not branch or value == (before or ""):
         variables[name] = value
+    elif before and "--" in before and "--" in value:
+        variables[name] = _either(before, value)
     elif before or "--" not in value:  # another value, or none, where the branch is not taken
         variables[name] = f"${{{name}}}"
     else:
         variables[name] = _perhaps(value)
+
+
+def _either(one: str, other: str) -> str:
+    """Return the flags of two branches, each perhaps; a value that they give twice is open."""
+    first, second = ({name.replace("--?", "--"): value for name, value in flags_of(words).items()}
+                     for words in (_words(one), _words(other)))  # fmt: skip
+    both = first | second
+    opens = {name for name in first.keys() & second.keys() if first[name] != second[name]}
+    return " ".join(
+        _perhaps(name) + ("" if value is True else f" {'$BRANCH' if name in opens else value}")
+        for name, value in both.items()
+    )
 
 
 def _perhaps(text: str) -> str:
@@ -384,7 +404,7 @@ def python_settings(text: str) -> dict[str, Any] | None:
         if isinstance(node, ast.Call) and _name(node.func) == "ParallelismConfig":
             for word in node.keywords:
                 if word.arg is not None:
-                    found[word.arg] = _literal(word.value)
+                    found[word.arg] = literal(word.value)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").endswith("config_registry"):
             found["config_function"] = node.names[0].name
         elif isinstance(node, ast.Assign):
@@ -401,14 +421,14 @@ def _assigned(node: ast.Assign) -> dict[str, Any]:
         modes = {"SelectiveAC": "selective", "FullAC": "full"}
         mode = next((mode for name, mode in modes.items() if name in text), "none")
         return {"activation_checkpoint.mode": mode}
-    return {target.attr: _literal(node.value)}
+    return {target.attr: literal(node.value)}
 
 
-def _literal(node: ast.expr) -> Any:
+def literal(node: ast.expr) -> Any:
     """Return a value that stands in the text; what is computed, as its text in braces."""
     try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
+        return _value(node) if isinstance(node, ast.BinOp) else ast.literal_eval(node)
+    except (ValueError, TypeError, ZeroDivisionError):
         return f"{{{ast.unparse(node)}}}"
 
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -32,6 +32,7 @@ _NEGATION = re.compile(
 _EMPTY = {"", "null", "~", "{}", "[]"}
 _UNSET = {"", "none", "null", "~"}
 _OFF = {"false", "0", "no", "off"}
+_ON = {"true", "1", "yes", "on"}
 _NOT_KNOWN = "not known here"
 _MOST_GPUS = 1 << 17
 
@@ -122,6 +123,10 @@ class Told:
         if isinstance(value, str) and _AT_LAUNCH.search(value):
             message = f"{given[0][0]} is {value!r}, which only the launch decides"
             raise UnknownError(message, hint="give it a value in the file")
+        if isinstance(value, str) and value != value.strip():
+            why = "the value has blanks around it, which its program may not drop"
+            self.assume(f"blanks of {given[0][1].written}", "none", why)
+            value = value.strip()
         self._take(given[0][1])
         for name, setting in given[1:]:
             if setting.written not in self._read:
@@ -134,7 +139,10 @@ class Told:
 
     def is_true(self, name: str) -> bool:
         """Return whether a switch is on; its place in the account stays open."""
-        return self.gives(name) and str(self.settings[name].value).lower() == "true"
+        if not self.gives(name):
+            return False
+        word = str(self.settings[name].value).strip().lower()
+        return self.on(name) if word not in _ON | _OFF else word in _ON
 
     def _take(self, setting: Setting) -> None:
         self._read.setdefault(setting.written, "")
@@ -146,39 +154,60 @@ class Told:
         """Return a setting as lower letters."""
         return str(self.get(*names, default=default)).strip().lower()
 
-    def whole(self, *names: str, default: int | None = None) -> int:
-        """Return the first of some settings that is given, a whole number."""
+    def word(self, *names: str, among: Iterable[str], default: str = "") -> str:
+        """Return a setting that is one of some words, without ``torch.``; empty where not set.
+
+        Another word may mean anything: nothing is judged beside it.
+        """
+        found = self.text(*names, default=default).removeprefix("torch.")
+        if found in _UNSET:
+            return ""
+        if found not in among:
+            said = next(self.settings[name] for name in names if self.gives(name))
+            message = f"{said.written} is {str(said.value)!r}, which is not read"
+            raise UnknownError(message, hint=f"known are {', '.join(sorted(among))}")
+        return found
+
+    def whole(self, *names: str, default: int | None = None, least: int = 0) -> int:
+        """Return the first of some settings that is given, a whole number of at least ``least``."""
         for name in names:
             if (value := self.get(name)) is None or str(value).lower() == "none":
                 continue
             try:
                 number = float(str(value).replace("_", "").replace(",", ""))
-                if number.is_integer():
+                if number.is_integer() and number >= least:
                     return int(number)
             except ValueError:
                 pass
             message = f"{name} must be a whole number; got {value!r}"
-            raise RefusedError(message, hint="such as 8")
+            raise RefusedError(message, hint=f"such as 8; none below {least}")
         if default is None:
             message = f"the recipe does not say {names[0]}"
             raise UnknownError(message, hint=f"add {names[0]}, or check it with its base")
         return default
 
-    def number(self, *names: str, default: float) -> float:
-        """Return a setting as a number; one that is none is ``default``."""
-        try:
-            return float(self.get(*names, default=default))
-        except (TypeError, ValueError):
+    def share(self, *names: str, default: float) -> float:
+        """Return a setting that is a number from 0 to 1."""
+        value = self.get(*names, default=default)
+        if str(value).strip().lower() in _UNSET:
             return default
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = -1.0
+        if not 0 <= number <= 1:
+            message = f"{names[0]} must be a number from 0 to 1; got {value!r}"
+            raise RefusedError(message, hint="such as 0.1")
+        return number
 
     def on(self, *names: str) -> bool:
         """Return whether one of some switches is on."""
-        found = [self.text(name) for name in names if name in self.settings]
-        return any(value and value not in _OFF | _UNSET for value in found)
+        found = [self.word(name, among=_ON | _OFF) for name in names]  # all are read
+        return any(word in _ON for word in found)
 
     def off(self, name: str) -> bool:
         """Return whether a switch is said to be off."""
-        return self.text(name) in _OFF
+        return self.word(name, among=_ON | _OFF) in _OFF
 
     def degree(self, axis: str, *names: str) -> int:
         """Return one degree of the model's split; one that is not said is 1."""

@@ -36,7 +36,7 @@ def read_torchtitan(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     model = _model(told)
     degree = {axis: told.degree(axis, name) for axis, name in _DEGREES.items()}
     copies = told.degree("replicate", "parallelism.data_parallel_replicate_degree")
-    shards = told.whole("parallelism.data_parallel_shard_degree", default=-1)
+    shards = told.whole("parallelism.data_parallel_shard_degree", default=-1, least=-1)
     split = math.prod(degree[axis] for axis in ("tensor", "pipeline", "context")) * copies
     data = copies * (shards if shards > 0 else _left(told, model, split, copies))
     local, whole = _batch(told, model, data)
@@ -45,7 +45,8 @@ def read_torchtitan(told: Told) -> tuple[ModelSpec, ParallelPlan]:
     _stack(told)
     layers = -(-model.num_layers // degree["pipeline"])
     recompute, some = _recompute(told, layers, experts=model.experts is not None)
-    always = told.text("parallelism.fsdp_reshard_after_forward", default="default")
+    always = told.word("parallelism.fsdp_reshard_after_forward", default="default",
+                       among={"default", "always", "never"})  # fmt: skip
     pipelined, wide = degree["pipeline"] > 1, degree["tensor"] > 1
     gathers_again = always == "always" or (always == "default" and not pipelined)
     in_parts = pipelined and "training.num_tokens_per_microbatch_per_dp_rank" not in told.settings
@@ -156,7 +157,7 @@ def _batch(told: Told, model: ModelSpec, data: int) -> tuple[int, int]:
     if not local:
         local = _BATCH
         told.assume("training.local_batch_size", local, "torchtitan's own default")
-    whole = told.whole("training.global_batch_size", default=-1)
+    whole = told.whole("training.global_batch_size", default=-1, least=-1)
     return local, whole if whole > 0 else local * data
 
 
@@ -183,7 +184,7 @@ def _schedule(told: Told, model: ModelSpec, stages: int) -> tuple[str, int]:
 
 def _stack(told: Told) -> None:
     """Change the stack as the recipe says: types of parameters, gradients and states."""
-    if told.text("training.dtype", default="float32") in {"bfloat16", "bf16"}:
+    if told.word("training.dtype", among={"float32", "bfloat16"}) == "bfloat16":
         told.device = dataclasses.replace(
             told.device, optimizer_state_bytes=4.0, gradient_bytes=2.0, gradient_wire_bytes=2.0
         )
@@ -193,10 +194,14 @@ def _stack(told: Told) -> None:
     if compiled or told.is_true("training.compile"):
         width = min(told.device.loss_bytes, _COMPILED_LOSS_BYTES)
         told.device = dataclasses.replace(told.device, loss_bytes=width)
-    reduce = told.text("training.mixed_precision_reduce")
+    reduce = told.word("training.mixed_precision_reduce", among={"float32", "bfloat16", "float16"})
     if reduce:
         width = 2.0 if reduce in {"bfloat16", "float16"} else 4.0
         told.device = dataclasses.replace(told.device, gradient_wire_bytes=width)
+    newest = "training.num_tokens_per_microbatch_per_dp_rank" in told.settings
+    if newest and not told.gives("training.disable_cuda_graphs"):
+        why = "torchtitan's own default: graphs of whole steps keep a pool of memory"
+        told.assume("CUDA graphs", "on", why, memory=(0.9, 1.2))
     if told.on("optimizer.early_step_in_backward"):  # a gradient is used up as soon as it is there
         told.device = dataclasses.replace(told.device, gradient_bytes=0.0)
 
