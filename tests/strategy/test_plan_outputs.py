@@ -168,7 +168,6 @@ def test_a_torchtitan_module_says_what_the_plan_says(monkeypatch, plan, release)
     ("changes", "words"),
     [
         ({"zero": 1}, "ZeRO-1"),
-        ({"tau": 4, "zero": 3, "shard": 8}, "tau"),
         ({"offload_activations": True}, "activations"),
         ({"offload_optimizer": True, "zero": 3}, "together"),
         ({"pipeline": 2, "schedule": "zb_1p"}, "zb_1p"),
@@ -180,6 +179,14 @@ def test_what_torchtitan_cannot_do_is_refused(changes, words):
     plan = ParallelPlan(**{"global_batch": 64, "data": 8} | changes)
     with pytest.raises(UnsupportedError, match=words):
         torchtitan_config(load_model("llama3-8b"), plan)
+
+
+def test_local_updates_get_their_rule():
+    plan = ParallelPlan(global_batch=64, data=8, zero=3, shard=4, tau=4)
+    source = torchtitan_config(load_model("llama3-8b"), plan)
+    compile(source, "planned", "exec")
+    assert "data_parallel_replicate_degree=2,\n        data_parallel_shard_degree=4," in source
+    assert source.endswith("return torchtitan_outer_sync(config, DelayCorrected(tau=4))\n")
 
 
 def test_models_are_found_by_their_sizes_or_named(monkeypatch):

@@ -447,9 +447,6 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
         f"it has no pipeline schedule {plan.schedule}": plan.pipeline > 1
         and plan.schedule not in _SCHEDULES,
         "it shares gradients wherever it shares optimizer states (ZeRO-1)": plan.zero == 1,
-        "local updates of replicas that are not whole (tau)": (
-            plan.tau > 1 and plan.data // _shard(plan) < 2
-        ),
         "sequence parallelism that keeps its inputs instead of gathering them again": (
             plan.sequence_parallel and not plan.regather
         ),
