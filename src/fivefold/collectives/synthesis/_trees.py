@@ -51,6 +51,7 @@ _SUMS = ("reduce_scatter", "reduce")
 _MOST_TRANSFERS = 1_000_000
 _MOST_DOUBLINGS = 10
 _MOST_WORSE = 3
+_FINE_ENOUGH = 0.0025  # what the last doubling of the chunks gained: all further ones gain as much
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +318,11 @@ def _best(packing: TreePacking, chunks: int | None, size_bytes: float | None) ->
     for count in [chunks] if chunks is not None else _counts(packing):
         found = dispatch(_forward(packing, count), size_bytes=size_bytes)
         if best is None or found.total_s < best.total_s:
+            # Finer chunks fill the trees sooner: half of the time to fill is left at each doubling.
+            gained = math.inf if best is None else 1 - found.total_s / best.total_s
             best, worse = found, 0
+            if count > packing.k and gained < _FINE_ENOUGH:
+                break
         else:
             worse += 1
             if worse > _MOST_WORSE:  # finer chunks only add latency from here on
