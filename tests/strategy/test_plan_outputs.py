@@ -168,6 +168,7 @@ def test_a_torchtitan_module_says_what_the_plan_says(monkeypatch, plan, release)
     ("changes", "words"),
     [
         ({"zero": 1}, "ZeRO-1"),
+        ({"tau": 4, "pipeline": 2}, "tau"),
         ({"offload_activations": True}, "activations"),
         ({"offload_optimizer": True, "zero": 3}, "together"),
         ({"pipeline": 2, "schedule": "zb_1p"}, "zb_1p"),

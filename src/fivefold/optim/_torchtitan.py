@@ -102,6 +102,12 @@ class _OuterSyncTrainer:
             message = f"data_parallel_replicate_degree={replicas}: there are no replicas"
             hint = "set --parallelism.data_parallel_replicate_degree to their number, say of nodes"
             raise ConfigurationError(message, hint=hint)
+        if config.parallelism.pipeline_parallel_degree > 1:
+            message = "pipeline stages would each judge their own part of a replica's payload"
+            hint = (
+                "set --parallelism.pipeline_parallel_degree 1; split with FSDP2 or tensor parallel"
+            )
+            raise ConfigurationError(message, hint=hint)
         training = dataclasses.replace(config.training)
         for name in _GLOBAL_SIZES:
             whole = getattr(training, name, -1)

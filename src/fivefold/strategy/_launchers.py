@@ -447,6 +447,7 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
         f"it has no pipeline schedule {plan.schedule}": plan.pipeline > 1
         and plan.schedule not in _SCHEDULES,
         "it shares gradients wherever it shares optimizer states (ZeRO-1)": plan.zero == 1,
+        "local updates (tau) of replicas that are pipelines": plan.tau > 1 and plan.pipeline > 1,
         "sequence parallelism that keeps its inputs instead of gathering them again": (
             plan.sequence_parallel and not plan.regather
         ),
