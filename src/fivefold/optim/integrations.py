@@ -440,10 +440,10 @@ def torchtitan_outer_sync(config: Any, rule: OuterRule, **options: Any) -> Any:
 
     ``data_parallel_replicate_degree`` is the number of replicas, which ``rule`` brings together in
     place of an all-reduce of every gradient; each has as many ranks in a row, in which torchtitan's
-    own parallelisms but pipelines work as before. Losses and gradient norms that torchtitan shows are its first
-    replica's, with numbers of ``OuterSync.statistics()`` beside them. Checkpoints and validation
-    are of the anchor, which is equal on all ranks; every rank adds its own state to the checkpoints
-    and resumes exactly. CUDA graphs are switched off.
+    own parallelisms but pipelines work as before. Losses and gradient norms that torchtitan shows
+    are its first replica's, with numbers of ``OuterSync.statistics()`` beside them. Checkpoints and
+    validation are of the anchor, which is equal on all ranks; every rank adds its own state to the
+    checkpoints and resumes exactly. CUDA graphs are switched off.
 
     Args:
         config: A ``Trainer.Config`` that a function of a ``config_registry`` returns; flags on the
