@@ -424,8 +424,8 @@ def _label_blocks(rows: Rows, first_row: int) -> Iterator[NDArray[np.int64]]:
 SEVERAL_LABELS = (
     "one class per node is what fivefold gnn train learns. For several labels or numbers: leave "
     "labels out, give them as node_y.npy (node_parts of array_source), and take "
-    'dataset.part("node", "y")[batch.n_id] in a loop of your own over DiskLoader.from_dataset; a '
-    "Data in memory gives batches with y as it is"
+    'dataset.part("node", "node_y")[batch.n_id] in a loop of your own over '
+    "DiskLoader.from_dataset; a Data in memory gives batches with y as it is"
 )
 
 
