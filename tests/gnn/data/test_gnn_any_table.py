@@ -17,6 +17,7 @@ from pyarrow import parquet
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data import SourceOptions, TableColumns, find_source, ingest, table_source
 from fivefold.gnn.data._csv import is_number
+from fivefold.gnn.data.statistics import describe
 
 quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 WORDS = st.sampled_from(
@@ -94,6 +95,8 @@ def test_every_row_of_an_edge_table(tmp_path_factory, table, packed):
 @given(rows=st.lists(st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=9))
 def test_plain_tables_are_read(tmp_path_factory, rows):
     """The property above holds of a reader that refuses all: this one must not."""
+    # (4, 3) above three rows may count nodes and edges: that is asked.
+    assume(int(rows[0][1]) != len(rows) - 1)
     folder = tmp_path_factory.mktemp("t")
     for name, head in (("bare", ""), ("named", "src dst\n"), ("snap", "# From\tTo\n")):
         path = folder / name / "e.txt"
@@ -194,6 +197,21 @@ def beside(text):
         ({"e.csv": "al,bo,odd\nca,da,3\nal,ca,4\n"}, "cannot tell whether", "--header"),
         ({"e.csv": LATE_ZERO}, "has the id '007'", "--ids text"),
         ({"e.csv": QUOTED_ZERO}, "has the id '007'", "--ids text"),
+        ({"e.txt": "4 3\n1 2\n2 3\n3 4\n"}, "the numbers of nodes and edges", "--header no"),
+        ({"e.edges": "4 4 2\n1 2 1\n2 4 3\n"}, "the numbers of nodes and edges", "tail"),
+        ({"e.tsv": "% bip unweighted\n1\t2\n2\t1\n"}, "nodes of two kinds", "HeteroData"),
+        ({"e.csv": "user_id,item_id\n1,2\n2,1\n"}, "nodes of two kinds", "--column source"),
+        ({"e.csv": "userId,movieId,rating\n5,2,4.5\n2,5,3\n"}, "nodes of two kinds", "Hetero"),
+        ({"e.csv": "day,who\n2020-01-01,4\n", "header": True}, "no ids", "--column"),
+        ({"e.csv": "part,who\n0.25,4\n0.5,3\n"}, "no ids of nodes", "--column source"),
+        ({"e.csv": "source,target\ntrue,false\nfalse,true\n"}, "no ids of nodes", "--column"),
+        ({"g.txt": "<?xml version='1.0'?>\n<graphml>\n"}, "is XML", "source and target"),
+        ({"g.txt": "*Vertices 3\n1 a\n2 b\n"}, "Pajek", "source and target"),
+        (beside("id;f\n0;0,5\n1;1,25\n2;3\n"), "a comma before the decimals", "0.5"),
+        (beside("id;f\n0;0,5\n1;1.250,25\n2;3,0\n"), "a comma before the decimals", "0.5"),
+        (beside("id,class_0,class_1\n0,1,0\n1,0,1\n2,1,0\n"), "may be labels", "features="),
+        (beside("id,f,y1\n0,1,0\n1,0,1\n2,1,0\n"), "may be labels", "features="),
+        (beside("id,f,y\n0,1,-1\n1,0,1\n2,1,-1\n"), "-1 and 1 alone", "0 and 1"),
         ({"e.txt": "1 2\t3\n2 3\t4\n"}, "holds several numbers: '1 2'", "one delimiter"),
         ({"e.csv": "src,dst\nJos\udce9,b\n"}, "UTF8", "iconv"),
         ({"e.csv": EDGES, "e.csv.gz": "src,dst\n2,2\n"}, "one table twice", "name the file"),
@@ -236,6 +254,9 @@ def test_what_is_asked(tmp_path, files, message, hint):
         ("src,dst\n007,7\n", {}, [("007", "7")]),
         ('\ufeff"src","dst"\r\n"a","b"\r\n', {}, [("a", "b")]),
         ("% 2 3\n1 2\n2 3\n", {}, [("1", "2"), ("2", "3")]),  # as KONECT's
+        ("% asym unweighted\n1 2\n2 3\n", {}, [("1", "2"), ("2", "3")]),
+        ("2 1\n1 2\n", {"names": False}, [("2", "1"), ("1", "2")]),
+        ("sep=;\r\nsrc;dst\r\na;b\r\n", {}, [("a", "b")]),  # as Excel writes it
         ("# c\r0,1\r# d\r1,2\r", {"comment": "#"}, [("0", "1"), ("1", "2")]),
         ("src,dst\r\n0,1\r# d\r1,2\r\n", {"comment": "#"}, [("0", "1"), ("1", "2")]),
     ],
@@ -413,3 +434,52 @@ def test_ids_below_0_are_refused(tmp_path):
     (tmp_path / "e.txt").write_text("-3\t2\n1\t2\n")
     with pytest.raises(DataError, match="an edge has source -3"):
         read(tmp_path, tmp_path / "e.txt")
+
+
+def test_heads_of_konect_say_whether_an_edge_stands_for_both_directions(tmp_path):
+    path = tmp_path / "out.friends"
+    path.write_text("% sym unweighted\n% 2 3 3\n1 2\n2 3\n")
+    source, both = find_source(path)
+    assert both
+    assert "% sym" in source.reading.names()
+    path.write_text("# Undirected graph: friends\n1 2\n2 3\n")
+    source, both = find_source(path)
+    assert not both  # of SNAP's some have both directions: it is said, not guessed
+    assert "as they stand" in source.reading.text()
+
+
+@pytest.mark.parametrize("times", ["2020-01-01 00:00:00", "2020-01-01T01:00:00+01:00"])
+def test_times_of_edges_are_seconds(tmp_path, times):
+    (tmp_path / "e.csv").write_text(f"src,dst,at\n0,1,{times}\n1,0,{times}\n")
+    source, _ = find_source(tmp_path / "e.csv", SourceOptions(columns=TableColumns(edge=("at",))))
+    unit = {"s": 1, "ns": 10**9}
+    with ingest(source, tmp_path / "out") as dataset:
+        found = dataset.part("edge", "at").tolist()
+    of_second = next(
+        unit[word] for word in unit if f"in {word} since 1970" in source.reading.text()
+    )
+    assert found == [1577836800 * of_second] * 2
+
+
+def test_splits_by_their_words_and_folds(tmp_path):
+    (tmp_path / "e.csv").write_text(EDGES)
+    nodes = tmp_path / "nodes.csv"
+    nodes.write_text("id,f,fold,set,label\n0,16777217,1,train,0\n1,1,2,val,1\n2,1,3,Test,1\n")
+    source, _ = find_source(tmp_path)
+    told = {note.name: note for note in source.reading.assumed}
+    assert told["nodes.csv: set"].value == "split"
+    assert told["nodes.csv: f"].value == "16777216"  # what float32 makes of it
+    assert "nodes.csv: fold" in {note.name for note in source.reading.left_out}
+    with ingest(source, tmp_path / "out") as dataset:
+        assert dataset.dim == 1
+        assert [dataset.train, dataset.valid, dataset.test] == [[0], [1], [2]]
+
+
+def test_nodes_of_two_splits_are_counted(tmp_path, caplog):
+    (tmp_path / "e.csv").write_text(EDGES)
+    (tmp_path / "nodes.csv").write_text(
+        "id,label,train_mask,test_mask\n0,0,1,1\n1,1,1,0\n2,1,0,1\n"
+    )
+    with ingest(find_source(tmp_path)[0], tmp_path / "out") as dataset:
+        assert describe(dataset)["labels"]["in train and test"] == 1
+    assert "1 nodes are in two splits, train and test" in caplog.text

@@ -140,3 +140,17 @@ def test_names_that_are_not_there(tmp_path):
         assert "edge_time, edge_sign" in caught.value.hint
         with pytest.raises(ConfigurationError, match="are not the graph's edges"):
             LinkLoader(dataset, [[0], [1]], fanouts=[1], batch_size=1, edge_label="edge_sign")
+
+
+def test_several_labels_lead_to_a_part_of_the_nodes(tmp_path):
+    """What the refusal says is followed: the matrix comes back, row by row."""
+    labels = np.random.default_rng(0).random((4, 3))
+    np.save(tmp_path / "edge_index.npy", [[0, 1], [1, 2]])
+    np.save(tmp_path / "x.npy", np.zeros((4, 2), np.float32))
+    np.save(tmp_path / "y.npy", labels)
+    with pytest.raises(DataError, match="several for each node") as caught:
+        ingest(find_source(tmp_path)[0], tmp_path / "out")
+    assert 'dataset.part("node", "node_y")' in caught.value.hint
+    (tmp_path / "y.npy").rename(tmp_path / "node_y.npy")
+    with ingest(find_source(tmp_path)[0], tmp_path / "again") as dataset:
+        np.testing.assert_array_equal(dataset.part("node", "node_y"), labels)

@@ -36,7 +36,11 @@ _COMMENTS = ("#", "%")
 _DELIMITERS = ("\t", ",", ";", "|", " ")
 _MOST_PACKED = 50_000  # times its own size that a packed file may hold (zstd)
 _PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
+_EXCEL = re.compile("sep=(.)\\s*", re.IGNORECASE)  # a first line that names the delimiter
+DECIMAL_COMMA = re.compile(r"\s*-?(\d+|\d{1,3}(\.\d{3})+),\d+\s*")
 _EMPTY_WORDS = {"", "na", "n/a", "nan", "null", "none", "?", "-", "."}
+_NO_TABLES = {b"<?xml": "XML", b"<g": "XML", b"*vertices": "of Pajek", b"graph [": "GML"}
+_NO_TABLES |= {b"digraph": "of Graphviz", b"strict ": "of Graphviz", b"{": "JSON", b"[{": "JSON"}
 NONE = "none"
 
 
@@ -81,10 +85,12 @@ class CsvReader:
             self._marks = () if dialect.comment == NONE else (dialect.comment,)
         lines = self._first_lines()
         head = list(itertools.takewhile(self._is_before, map(_decoded, lines)))
-        self._skip = len(head)
+        told = _EXCEL.fullmatch(_decoded(lines[len(head)])) if len(head) < len(lines) else None
+        head += [] if told is None else [told[0]]
+        self.head, self._skip = head, len(head)
         first = _decoded(lines[self._skip]) if len(head) < len(lines) else ""
         rest = lines[self._skip + 1 :]
-        self.delimiter = _delimiter_of(first, path)
+        self.delimiter = _delimiter_of(first, path) if told is None else told[1]
         filled = (line for line in map(_decoded, rest) if line.strip())
         below = list(itertools.islice(filled, _PEEK_LINES))
         self.quoted = dialect.quote not in {None, NONE} or (
@@ -114,10 +120,12 @@ class CsvReader:
     def values(self, name: str) -> list[str]:
         """Return the fields of a column in the first lines."""
         own = self._columns[self.names.index(name)]
-        return own if self.has_header else [*self._first_fields(name), *own]
+        return own if self.has_header else [self._first[self.names.index(name)], *own]
 
-    def _first_fields(self, name: str) -> list[str]:
-        return [self._first[self.names.index(name)]]
+    @property
+    def first_row(self) -> list[str]:
+        """Return the fields of the first line, a row or names."""
+        return self._first if self.num_columns else []
 
     def _has_quote(self, line: str) -> bool:
         return '"' in line and re.search(rf'(^|{re.escape(self.delimiter)})"', line) is not None
@@ -162,6 +170,14 @@ class CsvReader:
             raise DataError(
                 f"{self.path} is a Matrix Market file, whose ids count from 1",
                 hint="read it with scipy.io.mmread and give its row and col to array_source",
+            )
+        begin = head.removeprefix(codecs.BOM_UTF8).lstrip().lower()
+        other = next((what for mark, what in _NO_TABLES.items() if begin.startswith(mark)), None)
+        if other is not None:
+            raise DataError(
+                f"{self.path} is {other}, no table",
+                hint="networkx or pandas reads it: write its edges as a table with two columns, "
+                "source and target",
             )
         self.ends_in_cr = b"\n" not in head  # as on old machines
         # Lines as Arrow has them: text may end one at a form feed, too.
@@ -304,6 +320,8 @@ class CsvReader:
             hint = f"mend the row; --missing {found[2]} where the word stands for an empty field"
             if found[1].startswith("int"):
                 hint = "--ids text takes ids as names; or mend the row"
+            if DECIMAL_COMMA.fullmatch(found[2]):
+                hint = "write a point for the comma of decimals, such as 0.5"
             if found[2][:1] in _COMMENTS:
                 hint = f"--comment '{found[2][:1]}' leaves such lines out everywhere"
             if '"' in found[2]:

@@ -16,6 +16,7 @@ from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.gnn.data._benchmarks import is_papers, ogb_adds_reverse, ogb_source, papers_source
 from fivefold.gnn.data._dataset import HeteroSource
 from fivefold.gnn.data._dgl import dgl_source, is_dgl
+from fivefold.gnn.data._heads import other_format
 from fivefold.gnn.data._ogb_types import has_types, typed_ogb_source
 from fivefold.gnn.data._pyg import pyg_source
 from fivefold.gnn.data._table_source import TableSource, open_edges, table_source
@@ -150,9 +151,9 @@ def _kind_of(path: Path) -> str:
         ends = {".npy": "npy", ".npz": "npy", ".pt": "pyg", ".pth": "pyg"}
         if path.suffix in ends:
             return ends[path.suffix]
-        if path.suffix in _TABLE_ENDS:
+        if path.suffix in _TABLE_ENDS or path.name.startswith("out."):  # the name of KONECT's
             return "table"
-        raise DataError(f"{path} is of no known kind", hint="name it with --kind")
+        raise DataError(f"{path} is of no known kind", hint=other_format(path))
     igb = any((place / "paper__cites__paper").is_dir() for place in (path, path / "processed"))
     signs = {
         "ogb": (path / "raw").is_dir(),
@@ -164,7 +165,11 @@ def _kind_of(path: Path) -> str:
     signs["table"] = not any(signs.values()) and bool(_table_files(path))
     if (kind := next((kind for kind, there in signs.items() if there), None)) is not None:
         return kind
-    raise DataError(f"{path} holds nothing that is known", hint="name its kind with --kind")
+    names = ", ".join(sorted(entry.name for entry in path.iterdir()))[:99]
+    raise DataError(
+        f"{path} holds nothing that is known: {names or 'it is empty'}",
+        hint="name the file of edges itself, with --kind table where its name does not say so",
+    )
 
 
 def _first_array(path: Path, names: tuple[str, ...]) -> Path | Rows | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,12 +37,13 @@ from fivefold.gnn.data._dataset import (
     HeteroSource,
 )
 from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
-from fivefold.gnn.data.parts import FeaturePart, LabelPart, Progress, Source
+from fivefold.gnn.data.parts import FeaturePart, LabelPart, Progress, Source, overlaps
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.gnn.storage.pages import Array, Ids, first_outside
 from fivefold.units import format_bytes
 
+_LOG = logging.getLogger(__name__)
 _LEAST_MEMORY_BYTES = 16_000_000
 _MOST_CLASSES = 1 << 24
 _PARTS = {NODE_PARTS_FILE: "node_parts", EDGE_PARTS_FILE: "edge_parts"}
@@ -154,10 +156,10 @@ def _write_labels(
     for name, ids in part.splits.items():
         _check_split(name, ids, num_nodes)
         sections[name] = (np.int64, (ids.size,))
+    _tell_of_overlaps(part.splits)
     num_classes = part.num_classes
     if num_classes is None:  # read once more than where it is known
-        blocks = _checked_labels(part, num_nodes, progress, "classes")
-        num_classes = max((int(block.max(initial=-1)) for block in blocks), default=-1) + 1
+        num_classes = _count_classes(part, num_nodes, progress)
     attributes = {**attributes, "num_classes": num_classes, "class_names": part.class_names}
     with ContainerWriter(path, kind="labels", sections=sections, attributes=attributes) as writer:
         row = 0
@@ -167,6 +169,29 @@ def _write_labels(
         for name, ids in part.splits.items():
             writer.write(name, 0, ids)
         writer.commit().close()
+
+
+def _tell_of_overlaps(splits: Mapping[str, Ids]) -> None:
+    """Say how many nodes two splits share: what they measure is less than it seems."""
+    for names, count in overlaps(splits).items():
+        _LOG.warning(
+            "%s nodes are in two splits, %s: an accuracy of nodes that were trained on says little "
+            "of others",
+            *(f"{count:,}", names),
+        )
+
+
+def _count_classes(part: LabelPart, num_nodes: int, progress: Progress) -> int:
+    """Return one more than the largest label."""
+    num_classes, used = 0, set[int]()
+    for block in _checked_labels(part, num_nodes, progress, "classes"):
+        num_classes = max(num_classes, int(block.max(initial=-1)) + 1)
+        if num_classes <= 2 and len(used) < 3:
+            used.update(np.unique(block).tolist())
+    if num_classes == 2 and used == {-1, 1}:
+        message = "labels are -1 and 1 alone, but -1 is no class, it stands for unknown"
+        raise DataError(message, hint="number the classes 0 and 1")
+    return num_classes
 
 
 def _checked_labels(

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyarrow import compute
 
 from fivefold.errors import DataError, InfeasibleError
-from fivefold.gnn.data._csv import CsvReader, is_number
+from fivefold.gnn.data._csv import DECIMAL_COMMA, CsvReader, is_number
 from fivefold.gnn.data._tables import (
     TableColumns,
     TableReader,
@@ -21,7 +21,7 @@ from fivefold.gnn.data._tables import (
     open_table,
     rest_of,
 )
-from fivefold.gnn.data.arrays import as_labels
+from fivefold.gnn.data.arrays import SEVERAL_LABELS, as_labels
 from fivefold.gnn.data.parts import SPLITS, LabelPart
 from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.reading import Reading
@@ -39,6 +39,8 @@ _NO = {"0", "0.0", "false", "f", "no", "n", ""}
 _LIST = re.compile(r"\s*\[?\s*[-+.\d][-+.\deE]*(\s*[,; ]\s*[-+.\d][-+.\deE]*)+\s*\]?\s*")
 
 
+_NUMBERED_LABEL = re.compile(r"(?:is_)?(?:labels?|y|class|targets?|category)[_ .]?\d+")
+_FOLD = re.compile(r"(k_?|cv_?)?fold(_?(id|no|number))?|split[_ ]?\d+|partition|subset")
 _THOUSANDS = re.compile(r"\s*-?\d{1,3}(,\d{3})+\s*")
 _MISSING_WORDS = {"na", "n/a", "nan", "null", "?"}
 
@@ -74,6 +76,9 @@ class NodeTable:
         self.label = columns.label or self._find_label()
         self.split = columns.split or self._only_one(("split",), "split")
         self.masks = self._find_masks()
+        self._split_by_words = self.split is None and not self.masks
+        if self._split_by_words:
+            self.split = self._find_split_by_words()
         if self.label is not None and self._is_text(self.label) and isinstance(table, CsvReader):
             self._refuse_words(self.label, blanks=False)
         self._order: Ids | None = None  # of the rows, where they go by their ids
@@ -178,21 +183,55 @@ class NodeTable:
             found[split] = name
         return found
 
+    def _find_split_by_words(self) -> str | None:
+        """Return the column all whose words are those of splits, whatever its name."""
+        found = []
+        for name in self.table.names:
+            kind = self.types[name]
+            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+            chosen = {self.id, self.label, *(self.columns.features or ())}
+            if name in chosen or not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                continue
+            words = set[str]()
+            for batch in self.table.batches([name], [pa.string()]):
+                words |= {(w or "").strip().lower() for w in batch.column(0).unique().to_pylist()}
+                if not words <= set(_SPLIT_NAMES):
+                    break
+            if words <= set(_SPLIT_NAMES) and words & {"train", "training"} and len(words) > 1:
+                found.append(name)
+        if len(found) > 1:
+            self._only_one([name.lower() for name in found], "split")
+        return next(iter(found), None)
+
     def _find_features(self) -> list[str]:
         others = {self.id, self.label, self.split, *self.masks.values()}
         if self.columns.features is not None:
             chosen = list(self.columns.features)
         else:
+            self._refuse_labels_as_features()
             chosen = [
                 name for name in self.table.names
                 if name not in others
                 and not (_is_id(name, self.types[name]) or _counts_rows(name) or _is_fold(name))
+                and _FOLD.fullmatch(name.lower()) is None
                 and self._may_be_feature(name)
             ]  # fmt: skip
         for name in chosen:
             if self._is_text(name) and self._is_list_of_numbers(name):
                 self._parsed.add(name)
         return chosen
+
+    def _refuse_labels_as_features(self) -> None:
+        """Refuse class_0, class_1, ...: as features they would tell what is to be learned."""
+        found = [name for name in self.table.names if _NUMBERED_LABEL.fullmatch(name.lower())]
+        found = [name for name in found if name not in {self.id, self.label, self.split}]
+        if found:
+            raise DataError(
+                f"columns {', '.join(found)[:80]} of {self.table.path} may be labels, which are no "
+                "features",
+                hint="--column features=NAME,... names the features; labels are one class per "
+                "node, in one column: of one column per class the place of the 1",
+            )
 
     def _is_text(self, name: str) -> bool:
         kind = self.types[name]
@@ -203,7 +242,18 @@ class NodeTable:
             return False
         values = [value for value in self.table.values(name) if value.strip()]
         lists = bool(values) and all(map(_LIST.fullmatch, values))
-        if lists and all(map(_THOUSANDS.fullmatch, values)):
+        decimals = [value for value in values if DECIMAL_COMMA.fullmatch(value)]
+        whole = [value for value in values if re.fullmatch(r"\s*-?\d+\s*", value)]
+        thousands = lists and all(map(_THOUSANDS.fullmatch, values))
+        alike = len(decimals) + len(whole) == len(values) and not thousands
+        # Between commas, "6,7" in each row is a list as DGL writes it.
+        if decimals and alike and (whole or self.table.delimiter != ","):
+            raise DataError(
+                f"column {name!r} of {self.table.path} may hold numbers with a comma before the "
+                f"decimals, or lists of numbers: {decimals[0]!r}",
+                hint="write a point for the comma, 0.5, or put brackets around lists: [0,5]",
+            )
+        if thousands:
             raise DataError(
                 f"column {name!r} of {self.table.path} may hold numbers with commas between "
                 f"thousands, or lists of numbers: {values[0]!r}",
@@ -278,7 +328,11 @@ class NodeTable:
         kind = f"features as {self.dtype}"  # in which a whole number may be rounded
         parts |= {name: f"{self.widths[name]} {kind}" for name in self.feature_names}
         for name in self.table.names:
-            if name in parts:
+            if name == self.split and self._split_by_words and self.label is not None:
+                told.assume(name, "split", "its words are those of splits, its name is another")
+            elif name in parts and (large := self._rounded(name)) is not None:
+                told.assume(name, f"{np.float32(large):.0f}", f"float32 holds no {large}: rounded")
+            elif name in parts:
                 told.take(name, parts[name])
             elif name in splits and self.label is not None and self.split in {None, name}:
                 told.take(name, splits[name])
@@ -288,6 +342,14 @@ class NodeTable:
             told.assume("ids", "rows from 0", "no column has the name of ids")
         for word in self.columns.missing:
             told.assume(f"missing {word!r}", 0, "in features; no label in labels")
+
+    def _rounded(self, name: str) -> int | None:
+        """Return a whole number of a feature in the first lines that float32 does not hold."""
+        if not isinstance(self.table, CsvReader) or name not in self.feature_names:
+            return None
+        whole = pa.types.is_integer(self.types[name])
+        values = (int(value) for value in self.table.values(name) if value.strip()) if whole else ()
+        return next((value for value in values if int(np.float32(value)) != value), None)
 
     def _why_not(self, name: str, splits: dict[str, str]) -> str:
         """Return why a column is left out."""
@@ -299,8 +361,8 @@ class NodeTable:
             return "names: no two rows have the same, so it holds no classes"
         if _is_id(name, self.types[name]) or _counts_rows(name):
             return "a number of something else, by its name: no feature"
-        if _is_fold(name):
-            return "a mask of one of several splits: name those of one train_mask, val_mask, ..."
+        if _is_fold(name) or _FOLD.fullmatch(name.lower()):
+            return "one of several splits, by its name: make train_mask, val_mask, ... of one"
         return f"{self.types[name]}: neither a number nor a known name"
 
     # -- the parts ---------------------------------------------------------------------------------
@@ -432,6 +494,12 @@ class NodeTable:
         kind, order = self.types[label], dict[str, None]()
         by_category = pa.types.is_dictionary(kind)
         kind = kind.value_type if by_category else kind
+        if pa.types.is_nested(kind):
+            raise DataError(
+                f"column {label!r} of {self.table.path} is of type {kind}: several labels for each "
+                "node",
+                hint=SEVERAL_LABELS,
+            )
         if _is_numeric(kind):
             return None  # what a first block of blanks or dates is taken for is read as words
         for batch in self.table.batches([label], None if by_category else [pa.string()]):
@@ -462,8 +530,7 @@ class NodeTable:
             raise DataError(
                 f"the labels in column {label!r} of {self.table.path} are lists of numbers: "
                 f"{next(iter(order))!r}",
-                hint="give one class per node; batches of a Data in memory "
-                "(DiskLoader.from_dataset) have y as it is",
+                hint=SEVERAL_LABELS,
             )
         quoted = next((value for value in order if '"' in {value[0], value[-1]}), None)
         if quoted and isinstance(self.table, CsvReader) and self.columns.quote is None:

@@ -24,6 +24,7 @@ from fivefold.errors import (
 )
 from fivefold.gnn.data._csv import CsvReader, ZeroFinder
 from fivefold.gnn.data._dataset import GRAPH_FILE, NAMES_FILE
+from fivefold.gnn.data._heads import check_counts, check_ends, direction_of_head, word_of_head
 from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._node_table import NodeTable
 from fivefold.gnn.data._tables import (
@@ -46,8 +47,8 @@ _ENDS = (
     ("source", "target"), ("src", "dst"), ("src", "dest"), ("source", "destination"),
     ("from", "to"), ("head", "tail"), ("u", "v"), ("source_id", "target_id"),
     ("src_id", "dst_id"), ("fromnodeid", "tonodeid"), ("from_id", "to_id"), ("id1", "id2"),
-    ("id_1", "id_2"), ("node1", "node2"), ("node_1", "node_2"), ("user_id", "item_id"),
-    ("start", "end"), ("start_id", "end_id"), (":start_id", ":end_id"), ("sender", "receiver"),
+    ("id_1", "id_2"), ("node1", "node2"), ("node_1", "node_2"), ("start", "end"),
+    ("start_id", "end_id"), (":start_id", ":end_id"), ("sender", "receiver"),
 )  # fmt: skip
 
 
@@ -127,6 +128,9 @@ class TableSource:
         self.ends = [_edge_columns(table, columns) for table in self.tables]
         self.node_table = None if nodes is None else NodeTable(nodes, columns)
         self.direction, self.wants_reverse = self._find_direction()
+        heads = {direction_of_head(table) for table in self.tables}
+        self._head_says = heads.pop() if len(heads) == 1 else None
+        self.wants_reverse |= bool(self._head_says)
         why = self._why_names() if ids == "auto" else "as was said" if ids == "text" else None
         self.text_ids = why is not None
         if self.node_table is not None and not self.text_ids:
@@ -191,6 +195,11 @@ class TableSource:
         table = self.tables[0]
         if isinstance(table, CsvReader) and columns.names is None:
             told.assume("header", table.has_header, "from the first lines")
+        if self._head_says is not None:
+            told.take("% sym" if self._head_says else "% asym", "KONECT's word for the direction")
+        elif (word := word_of_head(table)) is not None:
+            why = f"the head says {word}, but not whether both directions of an edge stand there"
+            told.assume("edges", "as they stand", f"{why}: --undirected adds the reverse")
         if self.node_table is not None:
             told.take(os.path.relpath(self.node_table.table.path.absolute(), folder.absolute()))
             self._tell_of_nodes(self.node_table)
@@ -211,7 +220,8 @@ class TableSource:
                 both = "undirected" if self.wants_reverse else "directed"
                 told.take(column, f"all edges are {both}")
             elif name in self._columns.edge:
-                told.take(column, "edges carry it by this name")
+                unit = f", in {_unit(kind)} since 1970" if _is_time(kind) else ""
+                told.take(column, f"edges carry it by this name{unit}")
             elif role == "weight" or (role is not None and (usual or name in given)):
                 told.take(column, role)
             elif role is not None:
@@ -219,6 +229,7 @@ class TableSource:
             else:
                 take = f"; --column weight={name} or edge={name} takes it"
                 more = take if _is_real(kind) else ""
+                more = f"; --column edge={name} takes it" if _is_time(kind) else more
                 told.leave_out(column, "neither end of an edge" + more)
 
     def _tell_of_nodes(self, table: NodeTable) -> None:
@@ -380,23 +391,29 @@ class _Column:
     def __init__(self, tables: list[TableReader], name: str) -> None:
         self._tables, self._name = tables, name
         kinds = [table.types[table.names.index(name)] for table in tables]
-        if not all(map(_is_real, kinds)):
+        self._times = all(map(_is_time, kinds)) and len({_unit(kind) for kind in kinds}) == 1
+        if not self._times and not all(map(_is_real, kinds)):
             raise DataError(
                 f"column {name!r} of {tables[0].path} is of type {kinds[0]}",
                 hint="edges carry numbers: leave it out, or number its values",
             )
-        whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds)
+        wholes = (pa.types.is_integer, pa.types.is_boolean, _is_time)
+        whole = all(any(is_whole(kind) for is_whole in wholes) for kind in kinds)
         self.dtype = np.dtype(np.int64 if whole else np.float64)
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
         """Yield rows from ``first_row`` on."""
         for part, _ in rest_of(self._batches(), first_row, max_rows):
-            yield part.column(0).to_numpy(zero_copy_only=False).astype(self.dtype)[:, None]
+            column = part.column(0)
+            if self._times:  # dates are days in int32
+                column = column.cast(pa.int32() if pa.types.is_date32(column.type) else pa.int64())
+            yield column.to_numpy(zero_copy_only=False).astype(self.dtype)[:, None]
 
     def _batches(self) -> Iterator[Any]:
         for table in self._tables:
             kind = table.types[table.names.index(self._name)]
-            kind = kind if pa.types.is_boolean(kind) else pa.from_numpy_dtype(self.dtype)
+            if not pa.types.is_boolean(kind) and not self._times:
+                kind = pa.from_numpy_dtype(self.dtype)
             for batch in table.batches([self._name], [kind]):
                 check_whole(batch, table.path)
                 yield batch
@@ -405,6 +422,15 @@ class _Column:
 def _is_real(kind: Any) -> bool:
     kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
     return any(is_kind(kind) for is_kind in kinds)
+
+
+def _is_time(kind: Any) -> bool:
+    return bool(pa.types.is_timestamp(kind) or pa.types.is_date32(kind))
+
+
+def _unit(kind: Any) -> str:
+    """Return what times count since 1970, in UTC unless they say no zone."""
+    return "days" if pa.types.is_date32(kind) else str(kind.unit)
 
 
 def open_edges(path: Path, columns: TableColumns) -> TableReader:
@@ -456,7 +482,8 @@ def _usual_ends(names: Sequence[str]) -> tuple[str, str] | None:
 def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, str | None]:
     if len(table.names) < 2:
         raise DataError(
-            f"{table.path} has {len(table.names)} columns", hint="an edge table has at least two"
+            f"{table.path} has {len(table.names)} columns",
+            hint="an edge table has at least two; take a first line that counts them out",
         )
     for name in (columns.source, columns.target, columns.weight, *columns.edge):
         check_column(table, name)
@@ -480,6 +507,9 @@ def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, 
         )
     for end in (source, target):
         _check_one_number(table, end)
+    if columns.source is None and columns.target is None:
+        check_counts(table, (source, target))
+        check_ends(table, (source, target), usual=usual is not None)
     return source, target, columns.weight
 
 

@@ -421,6 +421,14 @@ def _label_blocks(rows: Rows, first_row: int) -> Iterator[NDArray[np.int64]]:
         yield as_labels(block)
 
 
+SEVERAL_LABELS = (
+    "one class per node is what fivefold gnn train learns. For several labels or numbers: leave "
+    "labels out, give them as node_y.npy (node_parts of array_source), and take "
+    'dataset.part("node", "node_y")[batch.n_id] in a loop of your own over '
+    "DiskLoader.from_dataset; a Data in memory gives batches with y as it is"
+)
+
+
 def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
     """Return the labels as int64, -1 where they are not a number."""
     if block.ndim > 1:
@@ -432,8 +440,7 @@ def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
                 + ("" if one_hot else ": several for each node"),
                 hint="give one class per node, [N]: labels.argmax(1)"
                 if one_hot
-                else "give one column of them, labels[:, 0]; batches of a Data in memory "
-                "(DiskLoader.from_dataset) have y as it is",
+                else SEVERAL_LABELS,
             )
         block = block.reshape(block.shape[0])
     if block.dtype.kind in "iub":
@@ -447,8 +454,7 @@ def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
         wrong = float(classes[labels != classes][0])
         raise DataError(
             f"a label is {wrong}",
-            hint="labels are classes: whole numbers from 0; batches of a Data in memory "
-            "(DiskLoader.from_dataset) have y as it is, for regression too",
+            hint=f"labels are classes: whole numbers from 0; {SEVERAL_LABELS}",
         )
     return labels
 

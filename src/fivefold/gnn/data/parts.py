@@ -7,6 +7,7 @@ for the rest.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,6 +28,15 @@ _LAST_INT32 = 2**31 - 1
 def index_dtype(num_nodes: int) -> np.dtype[Any]:
     """Return the type of node ids in ``indices``: int32 while they fit."""
     return np.dtype(np.int32 if num_nodes - 1 <= _LAST_INT32 else np.int64)
+
+
+def overlaps(splits: Mapping[str, Ids]) -> dict[str, int]:
+    """Return how many nodes are in two splits, by the names of both, where there are some."""
+    found = {}
+    for one, other in itertools.combinations(splits, 2):
+        if count := np.intersect1d(splits[one], splits[other]).size:
+            found[f"{one} and {other}"] = int(count)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from fivefold.errors import DataError
 from fivefold.gnn.data._dataset import LABELS_FILE, Dataset, HeteroDataset
 from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._write_graph import count_keys
-from fivefold.gnn.data.parts import Progress
+from fivefold.gnn.data.parts import SPLITS, Progress, overlaps
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container
 from fivefold.gnn.storage.pages import Ids, first_outside
@@ -50,13 +50,15 @@ def describe(dataset: Dataset | HeteroDataset, progress: Progress | None = None)
             "bytes": dataset.row_bytes * dataset.num_nodes,
         }
     if dataset.has_labels:
+        splits = {name: getattr(dataset, name) for name in SPLITS}
         facts["labels"] = {
             "classes": dataset.num_classes,
             "labelled": sum(
                 int(np.count_nonzero(block >= 0))
                 for block in dataset.containers[LABELS_FILE].blocks("y")
             ),
-            **{name: int(getattr(dataset, name).size) for name in ("train", "valid", "test")},
+            **{name: ids.size for name, ids in splits.items()},
+            **{f"in {names}": count for names, count in overlaps(splits).items()},
         }
     parts = {f"{of} parts": ", ".join(dataset.part_names(of)) for of in ("node", "edge")}
     return {**facts, **{name: names for name, names in parts.items() if names}, **_files(dataset)}

@@ -61,6 +61,15 @@ _OF_PYG: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_sorted": ((False, True), "leave it out: edges are sorted on ingestion"),
     "neighbor_sampler": ((None,), "leave it out"),
     "custom_init": ((None,), "leave it out"),
+    "custom_cls": ((None,), "batches are Data or HeteroData: copy them in the loop"),
+    "input_id": ((None,), "input_id of a batch are places among the seeds: look yours up there"),
+    "pin_memory_device": (("",), "say device=: buffers are pinned where that is a GPU"),
+    "in_order": ((True,), "batches come in the order of the epoch: leave it out"),
+    "dataset": ((), "the graph is the first argument"),
+    "edge_label_index": ((None,), "LinkLoader takes links"),
+    "edge_label": ((None,), "LinkLoader takes links"),
+    "edge_label_time": ((None,), "LinkLoader takes links"),
+    "temporal_strategy": (("uniform",), "OnlineLoader takes it, with node_time= or edge_time="),
     "drop_last": ((False,), "leave it out, or leave seeds out; remainder= is of ranks"),
     "generator": ((None,), "say seed="),
     "sampler": ((None,), "give the seeds in the order that is wanted, with shuffle=False"),
@@ -220,7 +229,9 @@ def checked_ids(ids: ArrayLike, num_nodes: int, *, distinct: bool = True) -> Ids
         found, counts = np.unique(values, return_counts=True)
         if found.size != values.size:
             raise ConfigurationError(
-                f"ids name node {found[counts > 1][0]} twice", hint="name each node once"
+                f"ids name node {found[counts > 1][0]} twice",
+                hint="name each node once, numpy.unique(ids); OnlineLoader with node_time= or "
+                "edge_time= takes a node several times, each at a time of its own",
             )
     return np.ascontiguousarray(values, np.int64)
 

@@ -261,7 +261,15 @@ class DiskLoader(BatchLoader):
             require_whole(name, value)
         _budget_fields(budgets)
         with contextlib.ExitStack() as opened:
-            source = open_source(dataset, cache, form, opened, weight_attr=weight_attr)
+            source = open_source(
+                dataset,
+                cache,
+                form,
+                opened,
+                weight_attr=weight_attr,
+                fanouts=fanouts,
+                input_nodes=input_nodes,
+            )
             everything = isinstance(source.made_into, SlicedData)
             input_type, seeds = seeds_of(source.dataset, input_nodes, everything=everything)
             recipe = StoreRecipe(

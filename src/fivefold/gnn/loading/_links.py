@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import zlib
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from numpy.typing import ArrayLike
 from fivefold.errors import ConfigurationError, require_whole
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.data.arrays import as_array
+from fivefold.gnn.loading._base import known_options
 from fivefold.gnn.loading._sampled import OnlineLoader, part_of
 from fivefold.gnn.loading.batch import MiniBatch
 from fivefold.gnn.sampling import Adjacency
@@ -20,6 +22,15 @@ from fivefold.gnn.sampling.temporal import TemporalSampler
 from fivefold.gnn.storage.pages import Array, Ids
 
 Negatives = Literal["binary", "triplet"]
+_OF_LINKS = {  # None would mean none of them, where "binary" is the default here
+    "input_time": ("edge_label_time", "give one for each link"),
+    "ids": ("edge_label_index", "give one for each link"),
+    "neg_sampling": ("negatives", 'say negatives="binary", "triplet" or None'),
+    "neg_sampling_ratio": (
+        "negatives",
+        'say negatives="binary" with negatives_per_link=, or negatives=None',
+    ),
+}
 
 
 class LinkLoader(OnlineLoader):
@@ -80,10 +91,12 @@ class LinkLoader(OnlineLoader):
         if not isinstance(dataset, Dataset):
             message = f"links are of graphs of one type; got a {type(dataset).__name__}"
             raise ConfigurationError(message, hint="open a Dataset")
-        for name, instead in (("input_time", "edge_label_time"), ("ids", "edge_label_index")):
+        for name, (instead, hint) in _OF_LINKS.items():
             if name in options:
                 message = f"links have {instead} in place of {name}"
-                raise ConfigurationError(message, hint="give one for each link")
+                raise ConfigurationError(message, hint=hint)
+        known = inspect.signature(OnlineLoader.__init__).parameters
+        options = known_options(options, type(self).__name__, known)
         for name, value in (("edge_label", edge_label), ("edge_label_time", edge_label_time)):
             if isinstance(value, str) and edge_label_index is not None:
                 message = f"{name} is a name, {value!r}, but the links are not the graph's edges"

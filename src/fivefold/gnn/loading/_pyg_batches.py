@@ -6,6 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import os
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from fivefold.gnn.data.arrays import ArrayEdges, ArraySource, as_rows
 from fivefold.gnn.loading._base import checked_ids
 from fivefold.gnn.loading.batch import HeteroMiniBatch, MiniBatch, import_geometric
 from fivefold.gnn.loading.prepare import alone_in, key_of, rows_of
+from fivefold.gnn.sampling.batches import checked_fanouts, fanouts_by_type
 from fivefold.gnn.storage.pages import Ids
 
 
@@ -59,17 +62,42 @@ def seeds_of(
             return None, checked_ids(given, data.num_nodes, distinct=distinct)
         everything |= not data.has_labels
         return None, np.arange(data.num_nodes) if everything else data.train
-    kind, ids = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-    if kind not in data.node_types:
-        raise ConfigurationError(
-            f"the seeds are {given!r}, which names no node type of this graph",
-            hint=f"give one of {', '.join(data.node_types)}, or a pair of it and ids or a mask",
-        )
+    kind, ids = _kind_and_ids(given, data.node_types)
     count = data.num_nodes[kind]
     if ids is not None:
         return kind, checked_ids(ids, count, distinct=distinct)
     everything |= not data.has_labels(kind)
     return kind, np.arange(count) if everything else data.split(kind, "train")
+
+
+def _kind_and_ids(given: Any, types: Sequence[str]) -> tuple[str, Any]:
+    """Return the node type of seeds, and which ones of it, None for all or those of training."""
+    kind, ids = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    if not isinstance(kind, str) or kind not in types:
+        raise ConfigurationError(
+            f"the seeds are {given!r}, which names no node type of this graph",
+            hint=f"give one of {', '.join(sorted(types))}, or a pair of it and ids or a mask",
+        )
+    return kind, ids
+
+
+def _check_seeds(data: Any, fanouts: Any, given: Any) -> None:
+    """Refuse fan-outs and seeds that do not fit a graph of PyG."""
+    types, count = getattr(data, "node_types", None), None
+    if types is None:
+        if isinstance(fanouts, Mapping):
+            message = "fanouts are given by edge type, but the graph has one"
+            raise ConfigurationError(message, hint="give one number per hop")
+        checked_fanouts(fanouts)
+        with warnings.catch_warnings():  # that it counts nodes by the edges
+            warnings.simplefilter("ignore")
+            count = data.num_nodes
+    else:
+        fanouts_by_type(data.edge_types, fanouts)
+        kind, given = _kind_and_ids(given, types)
+        count = data[kind].num_nodes
+    if given is not None and count is not None:
+        checked_ids(given, count)
 
 
 def open_source(
@@ -79,8 +107,13 @@ def open_source(
     opened: contextlib.ExitStack,
     *,
     weight_attr: str | None = None,
+    fanouts: Any = None,
+    input_nodes: Any = None,
 ) -> GraphSource:
-    """Open a graph: a data set or its folder, or one of PyG, which is written into the cache."""
+    """Open a graph: a data set or its folder, or one of PyG, which is written into the cache.
+
+    What is wrong with its seeds and fan-outs is said before that.
+    """
     require_one_of(form, ("data", "edge_index", "blocks"), f"form is {form!r}")
     if isinstance(data, str | os.PathLike):
         data = opened.enter_context(open_dataset(Path(data)))
@@ -106,6 +139,7 @@ def open_source(
             f"form is {form!r}, but batches of a {type(data).__name__} are of its class",
             hint="ingest it, or form='data'",
         )
+    _check_seeds(data, fanouts, input_nodes)
     own = copy.copy(data)  # it notes whose its attributes are
     for store in own.stores:
         _check_attributes(store)
