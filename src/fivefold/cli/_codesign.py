@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from fivefold.cli._later import later
 from fivefold.cli._options import (
     ArgumentError,
     ClusterOption,
@@ -36,39 +34,10 @@ from fivefold.cli._options import (
 )
 from fivefold.errors import (
     CommunicationError,
-    InfeasibleError,
-    UnsupportedError,
     optional_module,
 )
 
-with later():
-    from fivefold.codesign import (
-        CoDesignResult,
-        CoDesigns,
-        JobSpec,
-        PlanningOptions,
-        ablate,
-        ablation_page,
-        chakra_traces,
-        load_jobs,
-        msccl_programs,
-        plan_cluster,
-        plan_page,
-        synthetic_jobs,
-    )
-    from fivefold.codesign.exports import timeline_of
-    from fivefold.codesign.plans import decisions_to_json
-    from fivefold.codesign.tables import TableTold
-    from fivefold.codesign.workloads import load_jobs_with_reading
-    from fivefold.network.topology import Topology
-    from fivefold.report import print_page, write_html
-    from fivefold.report.format import typed_command
-    from fivefold.report.page import Page
-    from fivefold.runs import ProgressBar, write_text
-
-
 _DASK_PATIENCE_S = 10
-_OVERLAP = 2  # iterations by which a job may end later than in its table: they are whole there
 CoDesignsOption = Annotated[
     str,
     typer.Option(
@@ -141,6 +110,24 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     """
     require_writable(output, chakra, report)
     topology, cluster_reading = read_topology_of(cluster)
+
+    from fivefold.cli._codesign_work import (
+        flags_of,
+        record_of_plan,
+        say_overlaps,
+        say_shared_ranks,
+        write_page,
+        write_programs,
+        write_traces,
+    )
+    from fivefold.codesign import PlanningOptions, plan_cluster, plan_page
+    from fivefold.codesign.exports import timeline_of
+    from fivefold.codesign.plans import decisions_to_json
+    from fivefold.codesign.tables import TableTold
+    from fivefold.codesign.workloads import load_jobs_with_reading
+    from fivefold.report import print_page
+    from fivefold.runs import ProgressBar, write_text
+
     told = TableTold(
         compute_s=None if compute is None else seconds_of(compute),
         gradient_bytes=None if gradients is None else bytes_of(gradients), unit=time_unit,
@@ -167,14 +154,14 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
         write_text(output / "plan.json", found.plan.to_json() + "\n")
         write_text(output / "decisions.jsonl", decisions_to_json(found.decisions))
         write_text(output / "timeline.json", json.dumps(timeline_of(found.outcome)) + "\n")
-        _write_programs(output / "msccl", topology, specs, found)
+        write_programs(output / "msccl", topology, specs, found)
     if chakra is not None:
-        _write_traces(chakra, topology, specs, found)
+        write_traces(chakra, topology, specs, found)
     if report is not None:
         write_page(plan_page(topology, specs, found), report)
     if as_json:
         account = {"readings": [one.to_json() for one in readings]} if readings else {}
-        write_json(_record(specs, found) | account)
+        write_json(record_of_plan(specs, found) | account)
         return
     print_page(plan_page(topology, specs, found, pictures=False))
     if output is not None:
@@ -217,6 +204,18 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     require_writable(report)
     topology = topology_of(cluster)
     drawn_sizes = numbers_of(sizes, "sizes", example="4,8,16", least=1)
+
+    from fivefold.cli._codesign_work import write_page
+    from fivefold.codesign import (
+        JobSpec,
+        PlanningOptions,
+        ablate,
+        ablation_page,
+        load_jobs,
+        synthetic_jobs,
+    )
+    from fivefold.report import print_page
+    from fivefold.runs import ProgressBar
 
     def make(seed: int) -> list[JobSpec]:
         if jobs is not None:
@@ -330,100 +329,3 @@ def _watched(client: Any, address: str) -> Iterator[None]:
 
 def _lost(message: str) -> CommunicationError:
     return CommunicationError(message, hint="see its log, and those of workers")
-
-
-def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
-    """Tell which jobs name the same ranks: their compute is planned as if it ran side by side."""
-    for place, job in enumerate(jobs):
-        for other in jobs[place + 1 :]:
-            if both := sorted(set(job.ranks) & set(other.ranks)):
-                several = len(both) > 1
-                typer.echo(
-                    f"note: {job.job_id} and {other.job_id} share {len(both)} "
-                    f"rank{'s' if several else ''} ({both[0]}{', ...' if several else ''}): only "
-                    "the network is shared in the plan, their compute runs side by side",
-                    err=True,
-                )
-
-
-def say_overlaps(jobs: Sequence[JobSpec], found: CoDesignResult) -> None:
-    """Tell how many jobs of a table still run when others get their ranks."""
-    free_s: dict[int, float] = {}
-    late = 0
-    for job in sorted(jobs, key=lambda one: one.arrival_s):
-        busy_s = max((free_s.get(rank, 0.0) for rank in job.ranks), default=0.0)
-        late += busy_s > job.arrival_s + _OVERLAP * found.baseline_outcome.iteration_s[job.job_id]
-        end_s = job.arrival_s + found.baseline_outcome.completion_s[job.job_id]
-        free_s |= {rank: max(end_s, free_s.get(rank, 0.0)) for rank in job.ranks}
-    if late:
-        typer.echo(
-            f"note: {late} of {len(jobs)} jobs start before those end that had their ranks in the "
-            "table: the cluster is slower than the table's, and only the network is shared",
-            err=True,
-        )
-
-
-def flags_of(text: str) -> CoDesigns:
-    """Read co-designs as the command line spells them."""
-    if text in {"all", "none"}:
-        return CoDesigns.all() if text == "all" else CoDesigns.none()
-    names = {"V": "vertical", "H": "horizontal", "II": "intra_inter", "HN": "host_net"}
-    parts = [part.strip().upper() for part in text.split("+")]
-    unknown = [part for part in parts if part not in names]
-    if unknown:
-        raise ArgumentError(
-            f"there is no co-design {unknown[0]!r}", hint="write V+H+II+HN or a part of it"
-        )
-    return CoDesigns(**{names[part]: True for part in parts})
-
-
-def write_page(page: Page, path: Path) -> None:
-    """Write the page of what the command line asked for, and say where it is."""
-    page = replace(page, command=typed_command(sys.argv))
-    typer.echo(f"report: {write_html(page, path)}", err=True)
-
-
-def _record(jobs: Sequence[JobSpec], found: CoDesignResult) -> dict[str, Any]:
-    measures = {
-        "completion_s": found.outcome.completion_s,
-        "baseline_completion_s": found.baseline_outcome.completion_s,
-        "iteration_s": found.outcome.iteration_s,
-        "baseline_iteration_s": found.baseline_outcome.iteration_s,
-    }
-    return {
-        "jobs": {
-            job.job_id: {name: times_s[job.job_id] for name, times_s in measures.items()}
-            for job in jobs
-        },
-        "worse": list(found.worse),
-        "simulations": found.simulations,
-        "plan": json.loads(found.plan.to_json()),
-    }
-
-
-def _write_programs(
-    folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
-) -> None:
-    """Write the collectives of every job whose hosts do all the work; name the others."""
-    for old in folder.glob("job[0-9]*.*.xml"):  # of an earlier plan
-        old.unlink()
-    for number, job in enumerate(jobs):
-        try:
-            programs = msccl_programs(topology, job, found.plan.jobs[job.job_id])
-        except (InfeasibleError, UnsupportedError) as error:
-            typer.echo(f"not written as MSCCL XML: {error.message}", err=True)
-            continue
-        for name, text in programs.items():
-            write_text(folder / f"job{number}.{name}.xml", text)
-
-
-def _write_traces(
-    folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
-) -> None:
-    files = chakra_traces(topology, jobs, found.plan)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("trace.[0-9]*.et"):  # of a larger cluster
-        old.unlink()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    typer.echo(f"{len(files) - 1} Chakra traces: {folder}", err=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._later import later
 from fivefold.cli._options import (
     BandwidthOption,
     JsonOption,
@@ -22,21 +20,16 @@ from fivefold.cli._options import (
     topology_of,
     write_json,
 )
-from fivefold.errors import DataError, InfeasibleError
+from fivefold.errors import DataError
 from fivefold.files import read_json
 from fivefold.units import format_bytes_per_s, format_duration_s
-
-with later():
-    import numpy as np
-
-    from fivefold.network.topology import Topology, draw_topology
-    from fivefold.network.topology.readers.boxes import OPTIONS
-    from fivefold.network.topology.text import catalogue
-    from fivefold.runs import write_text
 
 
 def list_command(*, as_json: JsonOption = False) -> None:
     """Name the machines, generators and profiles that can be given as TOPOLOGY."""
+    from fivefold.network.topology.readers.boxes import OPTIONS
+    from fivefold.network.topology.text import catalogue
+
     known = catalogue()
     machines, generators = dict(known.machines), dict(known.generators.values())
     profiles = [f"taccl:{name}" for name in known.profiles]
@@ -80,7 +73,10 @@ def show_command(
     Of another program's file it also says what was read, assumed and left out.
     """
     found, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
-    facts = _facts(found)
+
+    from fivefold.cli._topology_work import facts_of
+
+    facts = facts_of(found)
     if as_json:
         write_json(facts | ({"reading": reading.to_json()} if reading is not None else {}))
         return
@@ -110,6 +106,9 @@ def draw_command(
     require_picture(output)
     require_writable(output)
     found = topology_of(topology, bandwidth=bandwidth, latency=latency)
+
+    from fivefold.network.topology import draw_topology
+
     draw_topology(found, output, link_loads=_read_loads(loads), title=title)
     typer.echo(f"picture: {output}", err=True)
 
@@ -128,6 +127,9 @@ def convert_command(
     require_writable(output)
     found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     text = (found.renamed(name) if name else found).to_toml()
+
+    from fivefold.runs import write_text
+
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -144,54 +146,6 @@ def _read_loads(path: Path | None) -> Any:
         raise DataError(
             f"{path} is no list of numbers: {error}", hint="write [0.5, 1.0, ...], one per link"
         ) from None
-
-
-def _cut_off(topology: Topology) -> str | None:
-    """Return which ranks cannot be reached, or cannot reach; None where all is well."""
-    try:
-        topology.require_connected()
-    except InfeasibleError as error:
-        return f"NO: {error.message.partition(': ')[2]}"
-    return None
-
-
-def _facts(topology: Topology) -> dict[str, Any]:
-    kinds = Counter(node.kind for node in topology.nodes)
-    ends = zip(topology.links, topology.link_sources, topology.link_targets, strict=True)
-    classes = Counter(
-        (
-            topology.nodes[source].kind, topology.nodes[target].kind,
-            link.bandwidth_bytes_per_s, link.latency_s, link.count,
-        )
-        for link, source, target in ends
-    )  # fmt: skip
-    names = ("from", "to", "bandwidth_bytes_per_s", "latency_s", "count", "links")
-    out = np.bincount(
-        topology.link_sources, topology.capacities_bytes_per_s, minlength=topology.num_nodes
-    )
-    cut_off = _cut_off(topology)
-    connected = cut_off is None
-    small = topology.num_ranks <= 2048 and topology.num_ranks > 1
-    return {
-        "name": topology.name,
-        "source": topology.source,
-        "ranks": topology.num_ranks,
-        "hosts": len(topology.hosts),
-        "nodes": kinds,
-        "links": [
-            dict(zip(names, (*key, number), strict=True)) for key, number in sorted(classes.items())
-        ],
-        "connected": connected,
-        "cut_off": cut_off,
-        "farthest_latency_s": float(topology.eccentricity_s.max()) if connected and small else None,
-        "fewest_out_bytes_per_s": float(out[topology.rank_nodes].min()),
-        "switches": [
-            {"node": ability.node, "multicast": ability.multicast}
-            | ({"slots": ability.aggregation.slots} if ability.aggregation else {})
-            for ability in topology.switches
-        ],
-        "fingerprint": topology.fingerprint,
-    }
 
 
 def _described(facts: dict[str, Any]) -> list[str]:
