@@ -9,39 +9,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.cli._later import later
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.collectives.algorithms import available_algorithms, build_algorithm
+from fivefold.collectives.schedules import (
+    Schedule,
+    Timing,
+    draw_schedule,
+    evaluate,
+    lower_bound,
+    named_collective,
+)
+from fivefold.collectives.schedules.bounds import Bound
+from fivefold.collectives.schedules.timing import CostModel
+from fivefold.collectives.synthesis import Synthesis
 from fivefold.errors import FivefoldError
+from fivefold.network.topology import Topology, draw_topology
+from fivefold.report.format import format_percent, format_ratio, format_seconds
+from fivefold.report.page import (
+    Curve,
+    CurveChart,
+    DataTable,
+    Page,
+    PageSection,
+    SideBySide,
+    TextBlock,
+    picture_of,
+)
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
-
-with later():
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-    from fivefold.collectives.schedules import (
-        Schedule,
-        Timing,
-        draw_schedule,
-        evaluate,
-        lower_bound,
-        named_collective,
-    )
-    from fivefold.collectives.schedules.bounds import Bound
-    from fivefold.collectives.schedules.timing import CostModel
-    from fivefold.collectives.synthesis import Synthesis
-    from fivefold.network.topology import Topology, draw_topology
-    from fivefold.report.format import format_percent, format_ratio, format_seconds
-    from fivefold.report.page import (
-        Curve,
-        CurveChart,
-        DataTable,
-        Page,
-        PageSection,
-        SideBySide,
-        TextBlock,
-        picture_of,
-    )
-
 
 _LEAST_BYTES, _MOST_BYTES = 1e3, 1e9
 _POINTS, _FEW_POINTS = 25, 9
