@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli._main import app
 from fivefold.cli._plan_columns import PLAN_COLUMNS
-from fivefold.cli._plan_compare import price_of, tokens_of
+from fivefold.cli._plan_work import price_of, tokens_of
 from fivefold.errors import ConfigurationError
 from fivefold.report.columns import Column
 from fivefold.strategy import error_bar, load_cluster, load_job, search_plans

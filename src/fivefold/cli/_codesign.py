@@ -32,10 +32,7 @@ from fivefold.cli._options import (
     topology_of,
     write_json,
 )
-from fivefold.errors import (
-    CommunicationError,
-    optional_module,
-)
+from fivefold.errors import CommunicationError, optional_module
 
 _DASK_PATIENCE_S = 10
 CoDesignsOption = Annotated[
@@ -111,15 +108,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     require_writable(output, chakra, report)
     topology, cluster_reading = read_topology_of(cluster)
 
-    from fivefold.cli._codesign_work import (
-        flags_of,
-        record_of_plan,
-        say_overlaps,
-        say_shared_ranks,
-        write_page,
-        write_programs,
-        write_traces,
-    )
+    from fivefold.cli import _codesign_work as work
     from fivefold.codesign import PlanningOptions, plan_cluster, plan_page
     from fivefold.codesign.exports import timeline_of
     from fivefold.codesign.plans import decisions_to_json
@@ -137,31 +126,31 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     readings = [one for one in (cluster_reading, jobs_reading) if one is not None]
     say_readings(*readings)
     if jobs_reading is None:  # jobs of a table have the same ranks one after the other
-        say_shared_ranks(specs)
+        work.say_shared_ranks(specs)
     with ProgressBar() as show:
         found = plan_cluster(
             topology,
             specs,
-            flags_of(co_designs),
+            work.flags_of(co_designs),
             start=start,
             seed=seed,
             options=PlanningOptions(guard=guard, budget=budget),
             progress=show,
         )
     if jobs_reading is not None:
-        say_overlaps(specs, found)
+        work.say_overlaps(specs, found)
     if output is not None:
         write_text(output / "plan.json", found.plan.to_json() + "\n")
         write_text(output / "decisions.jsonl", decisions_to_json(found.decisions))
         write_text(output / "timeline.json", json.dumps(timeline_of(found.outcome)) + "\n")
-        write_programs(output / "msccl", topology, specs, found)
+        work.write_programs(output / "msccl", topology, specs, found)
     if chakra is not None:
-        write_traces(chakra, topology, specs, found)
+        work.write_traces(chakra, topology, specs, found)
     if report is not None:
-        write_page(plan_page(topology, specs, found), report)
+        work.write_page(plan_page(topology, specs, found), report)
     if as_json:
         account = {"readings": [one.to_json() for one in readings]} if readings else {}
-        write_json(record_of_plan(specs, found) | account)
+        write_json(work.record_of_plan(specs, found) | account)
         return
     print_page(plan_page(topology, specs, found, pictures=False))
     if output is not None:
@@ -205,39 +194,32 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     topology = topology_of(cluster)
     drawn_sizes = numbers_of(sizes, "sizes", example="4,8,16", least=1)
 
+    from fivefold import codesign
     from fivefold.cli._codesign_work import write_page
-    from fivefold.codesign import (
-        JobSpec,
-        PlanningOptions,
-        ablate,
-        ablation_page,
-        load_jobs,
-        synthetic_jobs,
-    )
     from fivefold.report import print_page
     from fivefold.runs import ProgressBar
 
-    def make(seed: int) -> list[JobSpec]:
+    def make(seed: int) -> list[codesign.JobSpec]:
         if jobs is not None:
-            return load_jobs(jobs, topology)
-        return synthetic_jobs(
+            return codesign.load_jobs(jobs, topology)
+        return codesign.synthetic_jobs(
             topology, number=number, seed=seed, sizes=drawn_sizes, iterations=iterations
         )
 
     with _engine(parallel, dask), ProgressBar() as show:
-        rows = ablate(
+        rows = codesign.ablate(
             topology,
             make,
             seeds=range(seeds),
-            options=PlanningOptions(budget=budget),
+            options=codesign.PlanningOptions(budget=budget),
             progress=lambda done, total: show("ablation", done, total),
         )
     if report is not None:
-        write_page(ablation_page(rows, cluster=topology.name), report)
+        write_page(codesign.ablation_page(rows, cluster=topology.name), report)
     if as_json:
         write_json([asdict(row) for row in rows])
         return
-    print_page(ablation_page(rows, cluster=topology.name))
+    print_page(codesign.ablation_page(rows, cluster=topology.name))
 
 
 @contextmanager

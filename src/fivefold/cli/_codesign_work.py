@@ -11,20 +11,9 @@ from typing import Any
 
 import typer
 
-from fivefold.cli._options import (
-    ArgumentError,
-)
-from fivefold.codesign import (
-    CoDesignResult,
-    CoDesigns,
-    JobSpec,
-    chakra_traces,
-    msccl_programs,
-)
-from fivefold.errors import (
-    InfeasibleError,
-    UnsupportedError,
-)
+from fivefold.cli._options import ArgumentError
+from fivefold.codesign import CoDesignResult, CoDesigns, JobSpec, chakra_traces, msccl_programs
+from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.network.topology import Topology
 from fivefold.report import write_html
 from fivefold.report.format import typed_command

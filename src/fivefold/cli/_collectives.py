@@ -72,8 +72,7 @@ def bench_algorithms(  # noqa: PLR0913 - one parameter per option of the command
         rows = work.measured_rows(collective, wanted, repetitions)
     else:
         network, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
-        if reading is not None:
-            say_readings(reading)
+        say_readings(reading)
         with typed_arguments():
             library = software_of(network, software)
         rows = work.priced_rows(collective, network, wanted, library)
@@ -181,8 +180,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     from fivefold.collectives.synthesis import SynthesisOptions, synthesize
 
     network, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
-    if reading is not None:
-        say_readings(reading)
+    say_readings(reading)
     cut = {} if chunks is None else {"chunks": chunks}
     # At once: kernels compile after.
     wanted = named_collective(collective, network.num_ranks, root=root, **cut)
@@ -302,8 +300,7 @@ def _tune(
     from fivefold.runs import write_text
 
     network, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
-    if reading is not None:
-        say_readings(reading)
+    say_readings(reading)
     require_writable(output)
     rules = nccl_tuner_rules(network)
     write_text(output, tuner_csv(network.name, rules))

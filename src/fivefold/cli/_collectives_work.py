@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,10 @@ from fivefold.collectives.pricing.software import Software
 from fivefold.collectives.pricing.tuner import TunerRule
 from fivefold.collectives.schedules import Schedule, draw_schedule, evaluate, verify_schedule
 from fivefold.collectives.synthesis import Sketch, Synthesis, published_sketch
-from fivefold.errors import (
-    ConfigurationError,
-    DataError,
-    InfeasibleError,
-    UnsupportedError,
-)
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError, UnsupportedError
 from fivefold.files import read_text
 from fivefold.network.topology import Topology, draw_topology
+from fivefold.report.columns import Column, column_table, record_of, row_table
 from fivefold.report.page import DataTable
 from fivefold.runs import write_text
 from fivefold.units import format_bytes, format_duration_s
@@ -98,14 +95,9 @@ def measured_rows(collective: str, sizes: list[int], repetitions: int) -> list[d
 
 def bench_table(rows: list[dict[str, Any]]) -> DataTable:
     """Return a column for each size: there are more algorithms than fit beside one another."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "size"]
-    return DataTable.of(
-        ("", *(row["size"] for row in rows)),
-        [
-            (plain_name(name), *(value_text(name, row.get(name, "")) for row in rows))
-            for name in names
-        ],
-    )
+    keys = dict.fromkeys(key for row in rows for key in row if key != "size")
+    columns = [Column(key, plain_name(key), partial(value_text, key)) for key in keys]
+    return column_table(columns, rows, [row["size"] for row in rows])
 
 
 def show_facts(facts: dict[str, Any], *, as_json: bool) -> None:
@@ -317,16 +309,18 @@ def run_algorithm(file: Path, seed: int) -> dict[str, Any]:
     return facts | {"verdict": "right", "interpreted_s": took_s}
 
 
+_RULE_COLUMNS = (
+    Column("collective", "collective"),
+    Column("least_bytes", "from", format_bytes),
+    Column("algorithm", "algorithm"),
+    Column("protocol", "protocol"),
+    Column("channels", "channels"),
+    Column("time_s", "time there", format_duration_s),
+)
+
+
 def rules_table(rules: list[TunerRule]) -> DataTable:
     """Return the first choice of each range of sizes: what follows it is for where it is not."""
     first = {(rule.collective, rule.least_bytes): rule for rule in reversed(rules)}
-    return DataTable.of(
-        ("collective", "from", "algorithm", "protocol", "channels", "time there"),
-        [
-            (
-                rule.collective, format_bytes(rule.least_bytes), rule.algorithm, rule.protocol,
-                str(rule.channels), format_duration_s(rule.time_s),
-            )
-            for rule in reversed(first.values())
-        ],
-    )  # fmt: skip
+    shown = [record_of(_RULE_COLUMNS, rule) for rule in reversed(first.values())]
+    return row_table(_RULE_COLUMNS, shown)

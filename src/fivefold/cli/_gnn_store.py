@@ -172,7 +172,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
     most = sys.maxsize if disk is None else bytes_of(disk)
     host_bytes, device_bytes = map(bytes_of, (host_memory, device_memory))
 
-    from fivefold.cli._gnn_store_work import check_graph, graph_size, speed_of_disk
+    from fivefold.cli._gnn_work import check_graph, graph_size, speed_of_disk
     from fivefold.gnn.data import Dataset
     from fivefold.gnn.planning import Budgets, make_plan
     from fivefold.gnn.planning.estimate import estimate
@@ -241,7 +241,7 @@ def pack_command(  # noqa: PLR0913 - the command's options
 
     Killed at any moment and started again, it goes on where it was.
     """
-    from fivefold.cli._gnn_store_work import check_graph
+    from fivefold.cli._gnn_work import check_graph
     from fivefold.gnn.data import Dataset
     from fivefold.gnn.packing import pack
     from fivefold.gnn.planning import Plan

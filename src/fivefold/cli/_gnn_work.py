@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from fivefold.cli._options import (
-    ArgumentError,
-    write_json,
-)
-from fivefold.gnn.data import (
-    Dataset,
-    HeteroDataset,
-    TableColumns,
-)
+from fivefold.cli._options import ArgumentError, typed_arguments, write_json
+from fivefold.errors import DataError
+from fivefold.gnn.data import Dataset, HeteroDataset, TableColumns
 from fivefold.gnn.data.statistics import describe
+from fivefold.gnn.planning.estimate import KNOWN_GRAPHS, GraphSize
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.storage import probe_disk
 from fivefold.reading import Reading
 from fivefold.runs import ProgressBar
-from fivefold.units import format_bytes
+from fivefold.units import format_bytes, parse_bytes_per_s
 
 
 def columns_of_pairs(
@@ -91,3 +89,54 @@ def _lines(facts: dict[str, Any], indent: str) -> list[str]:
         else:
             lines.append(f"{label} {value}")
     return lines
+
+
+def speed_of_disk(given: str | None) -> tuple[float, float]:
+    """Return bytes per second that are read and written."""
+    if given is not None:
+        with typed_arguments():
+            return (parse_bytes_per_s(given),) * 2
+    probed = probe_disk(Path.cwd())
+    return probed.sequential_read_bytes_per_s, probed.sequential_write_bytes_per_s
+
+
+def graph_size(text: str) -> GraphSize:
+    """Return the counts of a known graph, of a data set, or as they are written."""
+    known = {name.lower(): size for name, size in KNOWN_GRAPHS.items()}
+    if text.lower() in known:
+        return known[text.lower()]
+    if "=" in text:
+        return _written_size(text)
+    with Dataset.open(text) as data:
+        return GraphSize(
+            name=data.name,
+            nodes=data.num_nodes,
+            edges=data.num_edges,
+            row_bytes=data.row_bytes,
+            seeds=max(1, len(data.train)),
+        )
+
+
+def _written_size(text: str) -> GraphSize:
+    names = ("nodes", "edges", "row_bytes", "seeds")
+    hint = "write nodes=1e8,edges=1.6e9,row_bytes=512,seeds=1e6"
+    counts: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            counts[name] = int(float(value))
+        except (ValueError, OverflowError):
+            raise ArgumentError(f"{part!r} is no count", hint=hint) from None
+    if odd := sorted(set(counts) ^ set(names)):
+        raise ArgumentError(f"counts are missing or unknown: {', '.join(odd)}", hint=hint)
+    with typed_arguments():
+        return GraphSize(**counts, name="graph")
+
+
+def check_graph(data: Dataset, sampled: SampleFile) -> None:
+    """Refuse samples of another graph, whose rows would be right and whose edges would not."""
+    if sampled.topology_fingerprint != data.graph.fingerprint:
+        raise DataError(
+            f"{sampled.path} was sampled from another graph than that of {data.folder}",
+            hint="sample this data set, or name the one that was sampled",
+        )

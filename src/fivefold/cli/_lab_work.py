@@ -9,16 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from fivefold.cli._options import (
-    ArgumentError,
-    seconds_of,
-    show,
-)
-from fivefold.codesign import (
-    ClusterPlan,
-    JobSpec,
-    run_plan,
-)
+from fivefold.cli._options import ArgumentError, seconds_of, show
+from fivefold.codesign import ClusterPlan, JobSpec, run_plan
 from fivefold.codesign.execute import (
     execution_command,
     lab_options,

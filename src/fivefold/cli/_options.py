@@ -73,14 +73,13 @@ def numbers_of(text: str, what: str, *, example: str, least: int | None = None) 
 def topology_of(text: str, *, bandwidth: str | None = None, latency: str | None = None) -> Topology:
     """Return the topology of a name or a file: of links, or of a cluster as a planner takes it."""
     found, reading = read_topology_of(text, bandwidth=bandwidth, latency=latency)
-    if reading is not None:
-        say_readings(reading)
+    say_readings(reading)
     return found
 
 
-def say_readings(*readings: Reading) -> None:
+def say_readings(*readings: Reading | None) -> None:
     """Log accounts of what others wrote, and say what in them could turn an answer over."""
-    for reading in readings:
+    for reading in filter(None, readings):
         reading.log()
         for note in reading.decisive():
             typer.echo(f"note: not known from {reading.source}: {note}", err=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -148,24 +149,34 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
         "--global-batch": global_batch, "--seq-len": seq_len, "--front": front,
         "--torchtitan-base": torchtitan_base,
     }  # fmt: skip
+    beside = "{option} does not take {name}, which is for a plan on one cluster"
+    alone = "leave it out, or plan that cluster by itself"
+    unasked = "{name} is for {option}, which was not given"
     if check is not None:
-        _refuse_beside("--check", **of_one, **{"--compare": compare, "--price": price})
-        _require_no_job(check, job)
+        _refuse("--check", of_one | {"--compare": compare, "--price": price}, beside, alone)
+        if job is not None:
+            message = f"--check reads the recipes of {check} and takes no job file; got {job}"
+            raise ArgumentError(message, hint="give --check DIR --cluster NAME alone")
         name = _one_cluster(cluster, None)
-        from fivefold.cli._plan_check import check_folder
+        from fivefold.cli._plan_work import check_folder
 
         check_folder(check, cluster=name, form=form, model=model, verbose=verbose)
         return
-    _refuse_without_check(**{"--model": model, "--verbose": verbose})
-    job = _require_job(job, github=as_github)
+    only_check = {"--model": model, "--verbose": verbose, "--github": as_github}
+    _refuse("--check", only_check, unasked, "add --check DIR")
+    if job is None:
+        message = "missing argument 'JOB'"
+        raise ArgumentError(message, hint="see fivefold plan --help")
     if compare:
-        _refuse_beside("--compare", **of_one)
+        _refuse("--compare", of_one, beside, alone)
         names = [str(job), *(clusters or []), *([] if cluster is None else [cluster])]
-        from fivefold.cli._plan_compare import compare_on
+        from fivefold.cli._plan_work import compare_on
 
         compare_on(names, prices=price or [], tokens=tokens, form=form)
         return
-    name = _one_cluster(cluster, clusters, price=price, tokens=tokens)
+    name = _one_cluster(cluster, clusters)
+    budget = {"--price": price, "--tokens": tokens}
+    _refuse("--compare", budget, unasked + "; got {value!r}", "add --compare and the clusters")
     require_writable(output, write, report)
     from fivefold.strategy import load_cluster
 
@@ -179,7 +190,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     ))  # fmt: skip
 
 
-def _form(**given: bool) -> Any:
+def _form(**given: bool) -> str:
     named = [name for name, value in given.items() if value]
     if len(named) > 1:
         message = f"--{named[0]} and --{named[1]} both write to standard output"
@@ -187,46 +198,18 @@ def _form(**given: bool) -> Any:
     return named[0] if named else "text"
 
 
-def _require_job(job: Path | None, *, github: bool) -> Path:
-    if github:
-        message = "--github is for --check, which was not given"
-        raise ArgumentError(message, hint="add --check DIR")
-    if job is None:
-        message = "missing argument 'JOB'"
-        raise ArgumentError(message, hint="see fivefold plan --help")
-    return job
-
-
-def _require_no_job(folder: Path, job: Path | None) -> None:
-    if job is not None:
-        message = f"--check reads the recipes of {folder} and takes no job file; got {job}"
-        raise ArgumentError(message, hint="give --check DIR --cluster NAME alone")
-
-
-def _refuse_without_check(**given: Any) -> None:
+def _refuse(option: str, given: Mapping[str, Any], message: str, hint: str) -> None:
+    """Refuse options that would be without effect."""
     for name, value in given.items():
         if value:
-            message = f"{name} is for --check, which was not given"
-            raise ArgumentError(message, hint="add --check DIR")
+            raise ArgumentError(message.format(option=option, name=name, value=value), hint=hint)
 
 
-def _refuse_beside(option: str, **given: Any) -> None:
-    """Refuse options that another one would leave without effect."""
-    for name, value in given.items():
-        if value:
-            message = f"{option} does not take {name}, which is for a plan on one cluster"
-            raise ArgumentError(message, hint="leave it out, or plan that cluster by itself")
-
-
-def _one_cluster(cluster: str | None, clusters: list[str] | None, **compared: Any) -> str:
+def _one_cluster(cluster: str | None, clusters: list[str] | None) -> str:
     if clusters:
         message = f"a cluster beside the job file needs --compare; got {clusters[0]!r}"
         raise ArgumentError(message, hint="write --cluster before it, or --compare for several")
     if cluster is None:
         message = "missing option '--cluster'"
         raise ArgumentError(message, hint="such as --cluster h100-nemo, or a TOML file")
-    for name, value in compared.items():
-        if value:
-            message = f"--{name} is for --compare, which was not given; got {value!r}"
-            raise ArgumentError(message, hint="add --compare and the clusters")
     return cluster

@@ -37,12 +37,7 @@ from fivefold.strategy.cluster import memory_time_s
 from fivefold.strategy.job import job_from_table
 from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.train import load_tokenizer
-from fivefold.train.config import (
-    PredictionConfig,
-    TrainConfig,
-    load_config,
-    settings_fingerprint,
-)
+from fivefold.train.config import PredictionConfig, TrainConfig, load_config, settings_fingerprint
 
 _TRAINER_TABLES = {"run", "data", "optim", "sync", "tasks", "prediction"}
 _BYTES_VOCAB = 257  # of the trainer's tokenizer of bytes

@@ -8,13 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli._options import (
-    JsonOption,
-    bytes_of,
-    output_option,
-    require_writable,
-    seconds_of,
-)
+from fivefold.cli._options import JsonOption, bytes_of, output_option, require_writable, seconds_of
 from fivefold.errors import ConfigurationError
 
 _Job = Annotated[

@@ -14,10 +14,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from fivefold.cli._options import (
-    show,
-    write_json,
-)
+from fivefold.cli._options import show, write_json
 from fivefold.cli._plan_files import model_of, precision_of
 from fivefold.collectives.pricing import fabric_from_topology
 from fivefold.network.profiling import Profile
@@ -28,12 +25,7 @@ from fivefold.strategy import Cluster, ParallelPlan
 from fivefold.strategy.calibrate import calibrated_device, calibrated_fabric
 from fivefold.strategy.cluster import DeviceSpec, named_cluster_of, reached_tiers
 from fivefold.train.config import TrainConfig
-from fivefold.train.profile import (
-    DeviceRates,
-    StepTimes,
-    measure_all_reduce,
-    measure_steps,
-)
+from fivefold.train.profile import DeviceRates, StepTimes, measure_all_reduce, measure_steps
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
 _DEVICE_KEYS = (

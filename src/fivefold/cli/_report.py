@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fivefold.cli._options import JsonOption, output_option, require_writable
+
+if TYPE_CHECKING:
+    from fivefold.report import Report
 
 
 def report_command(  # noqa: PLR0913 - each option is a parameter
@@ -39,11 +43,10 @@ def report_command(  # noqa: PLR0913 - each option is a parameter
 
     The text (or JSON) goes to standard output; what was written where goes to standard error.
     """
-    from fivefold.cli._report_work import serve_page, write_report
     from fivefold.report import build_report, print_page, report_text
 
     if serve:
-        serve_page(runs, host=host, port=port, open_page=open_page)
+        _serve(runs, host=host, port=port, open_page=open_page)
         return
     require_writable(output)
     report = build_report(runs)
@@ -54,6 +57,28 @@ def report_command(  # noqa: PLR0913 - each option is a parameter
     if html:
         above = Path(os.path.commonpath([run.resolve() for run in runs]))
         folder = runs[0] if len(runs) == 1 else above
-        page = write_report(report, output or folder / "report.html")
+        page = _write(report, output or folder / "report.html")
         if open_page:
             webbrowser.open(page.resolve().as_uri())
+
+
+def _serve(runs: list[Path], *, host: str, port: int, open_page: bool) -> None:
+    from fivefold.report import page_server
+
+    with page_server(runs, host=host, port=port) as server:
+        address = f"http://{host}:{server.server_port}/"
+        typer.echo(f"report: {address} (read again every few seconds; Ctrl-C ends it)", err=True)
+        if open_page:
+            webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def _write(report: Report, page: Path) -> Path:
+    from fivefold.report import report_page, write_html, write_timeline
+
+    for run in report.runs:
+        timeline = write_timeline(run, run.path / "timeline.json")
+        typer.echo(f"timeline: {timeline} (opens in ui.perfetto.dev)", err=True)
+    typer.echo(f"report: {write_html(report_page(report), page)}", err=True)
+    return page

@@ -32,10 +32,10 @@ class Column:
         """Return the value that a row has."""
         return getattr(row[0], self.key) if self.value is None else self.value(*row)
 
-    def cell(self, record: Mapping[str, Any]) -> str:
-        """Write the value of a record; empty where it does not apply."""
+    def cell(self, record: Mapping[str, Any], blank: str = "") -> str:
+        """Write the value of a record, or ``blank`` where it does not apply."""
         if self.key not in record:
-            return ""
+            return blank
         unit = f" {record[self.unit_key]}" if self.unit_key in record else ""
         return f"{self.write(record[self.key])}{unit}"
 
@@ -50,6 +50,9 @@ def row_table(
     columns: Iterable[Column],
     records: Iterable[Mapping[str, Any]],
     names: Sequence[str] | None = None,
+    *,
+    short: bool = False,
+    blank: str = "",
     **looks: Any,
 ) -> DataTable:
     """Return a table with a row for each record; ``names`` replace the cells of the first column.
@@ -58,14 +61,16 @@ def row_table(
         columns: Of which those that are no detail are shown.
         records: Values by key.
         names: Name of each row, or None.
+        short: Whether columns have their short labels.
+        blank: What stands where a value does not apply.
         looks: Other fields of the table.
     """
     shown = [column for column in columns if not column.detail]
-    rows = [tuple(column.cell(record) for column in shown) for record in records]
+    rows = [tuple(column.cell(record, blank) for column in shown) for record in records]
     if names is not None:
         rows = [(name, *cells) for name, (_, *cells) in zip(names, rows, strict=True)]
     words = tuple(place for place, column in enumerate(shown) if place and column.words)
-    heads = tuple((column.label, column.help) for column in shown)
+    heads = tuple(((short and column.short) or column.label, column.help) for column in shown)
     return DataTable(columns=heads, rows=tuple(rows), text_columns=words, **looks)
 
 
