@@ -178,6 +178,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     from fivefold.collectives.lowering.program import MSCCL_TARGETS, can_run_in_place
     from fivefold.collectives.schedules import named_collective
     from fivefold.collectives.synthesis import SynthesisOptions, synthesize
+    from fivefold.runs import write_text
 
     network, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
     say_readings(reading)
@@ -216,7 +217,8 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     facts = work.facts_of(found, network)
     typer.echo(work.why_it_ended(found.gap, enough, gap, time_limit), err=True)
     if output is not None:
-        work.write_algorithm(found.schedule, output, target=target, in_place=in_place)
+        text = work.algorithm_text(found.schedule, output, target=target, in_place=in_place)
+        write_text(output, text)
         facts["output"] = str(output)
     if report is not None:
         from fivefold.cli._collectives_report import Asked, collective_page

@@ -37,7 +37,6 @@ from fivefold.files import read_text
 from fivefold.network.topology import Topology, draw_topology
 from fivefold.report.columns import Column, column_table, record_of, row_table
 from fivefold.report.page import DataTable
-from fivefold.runs import write_text
 from fivefold.units import format_bytes, format_duration_s
 
 _MOST_LOWERED = 20_000  # transfers; beyond, lowering takes seconds and no build would load it
@@ -135,13 +134,6 @@ def read_algorithm(file: Path) -> Schedule | Program:
             hint="give the schedule (.json) or the MSCCL file (.xml) of the same algorithm",
         )
     return Schedule.from_json(text)
-
-
-def write_algorithm(
-    schedule: Schedule, output: Path, *, target: str = "executor", in_place: bool | None = None
-) -> None:
-    """Write a schedule, or the program that it lowers to, as the file's ending says."""
-    write_text(output, algorithm_text(schedule, output, target=target, in_place=in_place))
 
 
 def algorithm_text(schedule: Schedule, output: Path, *, target: str, in_place: bool | None) -> str:

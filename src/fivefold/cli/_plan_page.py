@@ -169,8 +169,9 @@ def _doubts(found: FoundPlans) -> list[str]:
 
 
 def _table(model: ModelSpec, best: Sequence[PlanPrediction], names: Sequence[str]) -> DataTable:
-    records = [plan_record(model, one) for one in best]
-    return row_table(PLAN_COLUMNS, records, names, marked=(0,))
+    named = zip(best, names, strict=True)
+    records = [plan_record(model, one) | {"split": name} for one, name in named]
+    return row_table(PLAN_COLUMNS, records, marked=(0,))
 
 
 def breakdown(parts_s: Mapping[str, float], whole_s: float, name: str) -> DataTable:

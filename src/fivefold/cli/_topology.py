@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,9 +21,12 @@ from fivefold.cli._options import (
     topology_of,
     write_json,
 )
-from fivefold.errors import DataError
+from fivefold.errors import DataError, InfeasibleError
 from fivefold.files import read_json
 from fivefold.units import format_bytes_per_s, format_duration_s
+
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
 
 
 def list_command(*, as_json: JsonOption = False) -> None:
@@ -73,10 +77,7 @@ def show_command(
     Of another program's file it also says what was read, assumed and left out.
     """
     found, reading = read_topology_of(topology, bandwidth=bandwidth, latency=latency)
-
-    from fivefold.cli._topology_work import facts_of
-
-    facts = facts_of(found)
+    facts = _facts(found)
     if as_json:
         write_json(facts | ({"reading": reading.to_json()} if reading is not None else {}))
         return
@@ -146,6 +147,56 @@ def _read_loads(path: Path | None) -> Any:
         raise DataError(
             f"{path} is no list of numbers: {error}", hint="write [0.5, 1.0, ...], one per link"
         ) from None
+
+
+def _cut_off(topology: Topology) -> str | None:
+    """Return which ranks cannot be reached, or cannot reach; None where all is well."""
+    try:
+        topology.require_connected()
+    except InfeasibleError as error:
+        return f"NO: {error.message.partition(': ')[2]}"
+    return None
+
+
+def _facts(topology: Topology) -> dict[str, Any]:
+    import numpy as np
+
+    kinds = Counter(node.kind for node in topology.nodes)
+    ends = zip(topology.links, topology.link_sources, topology.link_targets, strict=True)
+    classes = Counter(
+        (
+            topology.nodes[source].kind, topology.nodes[target].kind,
+            link.bandwidth_bytes_per_s, link.latency_s, link.count,
+        )
+        for link, source, target in ends
+    )  # fmt: skip
+    names = ("from", "to", "bandwidth_bytes_per_s", "latency_s", "count", "links")
+    out = np.bincount(
+        topology.link_sources, topology.capacities_bytes_per_s, minlength=topology.num_nodes
+    )
+    cut_off = _cut_off(topology)
+    connected = cut_off is None
+    small = topology.num_ranks <= 2048 and topology.num_ranks > 1
+    return {
+        "name": topology.name,
+        "source": topology.source,
+        "ranks": topology.num_ranks,
+        "hosts": len(topology.hosts),
+        "nodes": kinds,
+        "links": [
+            dict(zip(names, (*key, number), strict=True)) for key, number in sorted(classes.items())
+        ],
+        "connected": connected,
+        "cut_off": cut_off,
+        "farthest_latency_s": float(topology.eccentricity_s.max()) if connected and small else None,
+        "fewest_out_bytes_per_s": float(out[topology.rank_nodes].min()),
+        "switches": [
+            {"node": ability.node, "multicast": ability.multicast}
+            | ({"slots": ability.aggregation.slots} if ability.aggregation else {})
+            for ability in topology.switches
+        ],
+        "fingerprint": topology.fingerprint,
+    }
 
 
 def _described(facts: dict[str, Any]) -> list[str]:

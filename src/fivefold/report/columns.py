@@ -49,26 +49,22 @@ def record_of(columns: Iterable[Column], *row: Any) -> dict[str, Any]:
 def row_table(
     columns: Iterable[Column],
     records: Iterable[Mapping[str, Any]],
-    names: Sequence[str] | None = None,
     *,
     short: bool = False,
     blank: str = "",
     **looks: Any,
 ) -> DataTable:
-    """Return a table with a row for each record; ``names`` replace the cells of the first column.
+    """Return a table with a row for each record.
 
     Args:
         columns: Of which those that are no detail are shown.
         records: Values by key.
-        names: Name of each row, or None.
         short: Whether columns have their short labels.
         blank: What stands where a value does not apply.
         looks: Other fields of the table.
     """
     shown = [column for column in columns if not column.detail]
     rows = [tuple(column.cell(record, blank) for column in shown) for record in records]
-    if names is not None:
-        rows = [(name, *cells) for name, (_, *cells) in zip(names, rows, strict=True)]
     words = tuple(place for place, column in enumerate(shown) if place and column.words)
     heads = tuple(((short and column.short) or column.label, column.help) for column in shown)
     return DataTable(columns=heads, rows=tuple(rows), text_columns=words, **looks)
