@@ -166,12 +166,12 @@ def test_ctrl_c_ends_with_130_and_one_line(shell, monkeypatch):
 
 
 def test_ctrl_c_within_a_command_does_the_same(shell, monkeypatch):
-    import fivefold.cli._topology as topology
+    from fivefold.network.topology import text
 
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(topology, "catalogue", interrupted)
+    monkeypatch.setattr(text, "catalogue", interrupted)
     assert shell("topology", "list") == (130, "", "interrupted\n")
 
 

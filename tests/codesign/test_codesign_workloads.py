@@ -191,9 +191,7 @@ def test_simulate_of_a_gpus_name_asks_how_many(jobs_file):
 
 @pytest.mark.parametrize("option", ["--output", "--report", "--chakra"])
 def test_simulate_looks_where_it_writes_before_it_plans(jobs_file, option, monkeypatch):
-    monkeypatch.setattr(
-        "fivefold.cli._codesign.plan_cluster", lambda *_, **__: pytest.fail("planned")
-    )
+    monkeypatch.setattr("fivefold.codesign.plan_cluster", lambda *_, **__: pytest.fail("planned"))
     there = str(jobs_file / "below")
     shown = CliRunner().invoke(
         app, ["simulate", str(jobs_file), "--cluster", "switch:4", option, there]

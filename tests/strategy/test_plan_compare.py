@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.cli._plan import price_of, tokens_of
+from fivefold.cli._plan_columns import PLAN_COLUMNS
+from fivefold.cli._plan_work import price_of, tokens_of
 from fivefold.errors import ConfigurationError
+from fivefold.report.columns import Column
 from fivefold.strategy import error_bar, load_cluster, load_job, search_plans
 
 A = 'base = "h100-nemo"\ngpus = 16\n'
@@ -50,7 +52,7 @@ def test_each_column_is_the_search_of_its_cluster(files):
         best = fastest(1.0)
         tokens = 64 * model.seq_len
         assert column["gpus"] == cluster.num_gpus
-        assert column["iteration_s"] == best.time_s
+        assert column["time_s"] == best.time_s
         assert column["tokens_per_s"] == pytest.approx(tokens / best.time_s)
         assert column["tokens_per_s_per_gpu"] * column["gpus"] == pytest.approx(
             column["tokens_per_s"]
@@ -90,7 +92,42 @@ def test_text_and_csv_name_every_cluster(files):
     (row,) = csv.DictReader(
         io.StringIO(call(files[0], "--cluster", files[1], "--top", "1", "--csv").stdout)
     )
-    assert row["iteration_s"] == rows[0]["iteration_s"]
+    assert row["time_s"] == rows[0]["time_s"]
+
+
+@pytest.fixture
+def nodes_column():
+    """A column that is declared in one place."""
+    column = Column(
+        "nodes", "whole nodes", "{:d} boxes".format, lambda one, _: one.plan.num_gpus // 8
+    )
+    PLAN_COLUMNS.append(column)
+    yield
+    PLAN_COLUMNS.remove(column)
+
+
+@pytest.mark.usefixtures("nodes_column")
+def test_a_column_that_is_declared_is_in_all_four_outputs(files, tmp_path):
+    page = tmp_path / "page.html"
+    one = [files[0], "--cluster", files[1], "--top", "1"]
+    shown = call(*one, "--report", str(page)).stdout
+    for text in (shown, page.read_text()):
+        assert text.count("whole nodes") == 2  # of the fastest, and of the Pareto front
+        assert "2 boxes" in text
+    (row,) = csv.DictReader(io.StringIO(call(*one, "--csv").stdout))
+    (best,) = json.loads(call(*one, "--json").stdout)["best"]
+    assert (row["nodes"], best["nodes"]) == ("2", 2)
+    assert best.keys() >= row.keys()
+
+
+@pytest.mark.usefixtures("nodes_column")
+def test_a_column_that_is_declared_is_in_comparisons(files):
+    shown = call(*files, "--compare").stdout
+    assert shown[shown.index("whole nodes") :].split()[2:6] == ["2", "boxes", "4", "boxes"]
+    rows = list(csv.DictReader(io.StringIO(call(*files, "--compare", "--csv").stdout)))
+    records = json.loads(call(*files, "--compare", "--json").stdout)["clusters"]
+    assert [row["nodes"] for row in rows] == ["2", "4"]
+    assert [record["nodes"] for record in records] == [2, 4]
 
 
 def test_a_cluster_on_which_nothing_fits_has_a_reason_and_the_others_a_plan(files, tmp_path):

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from fivefold.cli._later import later
 from fivefold.cli._options import (
     ArgumentError,
     ClusterOption,
@@ -34,41 +32,9 @@ from fivefold.cli._options import (
     topology_of,
     write_json,
 )
-from fivefold.errors import (
-    CommunicationError,
-    InfeasibleError,
-    UnsupportedError,
-    optional_module,
-)
-
-with later():
-    from fivefold.codesign import (
-        CoDesignResult,
-        CoDesigns,
-        JobSpec,
-        PlanningOptions,
-        ablate,
-        ablation_page,
-        chakra_traces,
-        load_jobs,
-        msccl_programs,
-        plan_cluster,
-        plan_page,
-        synthetic_jobs,
-    )
-    from fivefold.codesign.exports import timeline_of
-    from fivefold.codesign.plans import decisions_to_json
-    from fivefold.codesign.tables import TableTold
-    from fivefold.codesign.workloads import load_jobs_with_reading
-    from fivefold.network.topology import Topology
-    from fivefold.report import print_page, write_html
-    from fivefold.report.format import typed_command
-    from fivefold.report.page import Page
-    from fivefold.runs import ProgressBar, write_text
-
+from fivefold.errors import CommunicationError, optional_module
 
 _DASK_PATIENCE_S = 10
-_OVERLAP = 2  # iterations by which a job may end later than in its table: they are whole there
 CoDesignsOption = Annotated[
     str,
     typer.Option(
@@ -141,6 +107,16 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     """
     require_writable(output, chakra, report)
     topology, cluster_reading = read_topology_of(cluster)
+
+    from fivefold.cli import _codesign_work as work
+    from fivefold.codesign import PlanningOptions, plan_cluster, plan_page
+    from fivefold.codesign.exports import timeline_of
+    from fivefold.codesign.plans import decisions_to_json
+    from fivefold.codesign.tables import TableTold
+    from fivefold.codesign.workloads import load_jobs_with_reading
+    from fivefold.report import print_page
+    from fivefold.runs import ProgressBar, write_text
+
     told = TableTold(
         compute_s=None if compute is None else seconds_of(compute),
         gradient_bytes=None if gradients is None else bytes_of(gradients), unit=time_unit,
@@ -150,31 +126,31 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     readings = [one for one in (cluster_reading, jobs_reading) if one is not None]
     say_readings(*readings)
     if jobs_reading is None:  # jobs of a table have the same ranks one after the other
-        say_shared_ranks(specs)
+        work.say_shared_ranks(specs)
     with ProgressBar() as show:
         found = plan_cluster(
             topology,
             specs,
-            flags_of(co_designs),
+            work.flags_of(co_designs),
             start=start,
             seed=seed,
             options=PlanningOptions(guard=guard, budget=budget),
             progress=show,
         )
     if jobs_reading is not None:
-        say_overlaps(specs, found)
+        work.say_overlaps(specs, found)
     if output is not None:
         write_text(output / "plan.json", found.plan.to_json() + "\n")
         write_text(output / "decisions.jsonl", decisions_to_json(found.decisions))
         write_text(output / "timeline.json", json.dumps(timeline_of(found.outcome)) + "\n")
-        _write_programs(output / "msccl", topology, specs, found)
+        work.write_programs(output / "msccl", topology, specs, found)
     if chakra is not None:
-        _write_traces(chakra, topology, specs, found)
+        work.write_traces(chakra, topology, specs, found)
     if report is not None:
-        write_page(plan_page(topology, specs, found), report)
+        work.write_page(plan_page(topology, specs, found), report)
     if as_json:
         account = {"readings": [one.to_json() for one in readings]} if readings else {}
-        write_json(_record(specs, found) | account)
+        write_json(work.record_of_plan(specs, found) | account)
         return
     print_page(plan_page(topology, specs, found, pictures=False))
     if output is not None:
@@ -218,27 +194,32 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     topology = topology_of(cluster)
     drawn_sizes = numbers_of(sizes, "sizes", example="4,8,16", least=1)
 
-    def make(seed: int) -> list[JobSpec]:
+    from fivefold import codesign
+    from fivefold.cli._codesign_work import write_page
+    from fivefold.report import print_page
+    from fivefold.runs import ProgressBar
+
+    def make(seed: int) -> list[codesign.JobSpec]:
         if jobs is not None:
-            return load_jobs(jobs, topology)
-        return synthetic_jobs(
+            return codesign.load_jobs(jobs, topology)
+        return codesign.synthetic_jobs(
             topology, number=number, seed=seed, sizes=drawn_sizes, iterations=iterations
         )
 
     with _engine(parallel, dask), ProgressBar() as show:
-        rows = ablate(
+        rows = codesign.ablate(
             topology,
             make,
             seeds=range(seeds),
-            options=PlanningOptions(budget=budget),
+            options=codesign.PlanningOptions(budget=budget),
             progress=lambda done, total: show("ablation", done, total),
         )
     if report is not None:
-        write_page(ablation_page(rows, cluster=topology.name), report)
+        write_page(codesign.ablation_page(rows, cluster=topology.name), report)
     if as_json:
         write_json([asdict(row) for row in rows])
         return
-    print_page(ablation_page(rows, cluster=topology.name))
+    print_page(codesign.ablation_page(rows, cluster=topology.name))
 
 
 @contextmanager
@@ -330,100 +311,3 @@ def _watched(client: Any, address: str) -> Iterator[None]:
 
 def _lost(message: str) -> CommunicationError:
     return CommunicationError(message, hint="see its log, and those of workers")
-
-
-def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
-    """Tell which jobs name the same ranks: their compute is planned as if it ran side by side."""
-    for place, job in enumerate(jobs):
-        for other in jobs[place + 1 :]:
-            if both := sorted(set(job.ranks) & set(other.ranks)):
-                several = len(both) > 1
-                typer.echo(
-                    f"note: {job.job_id} and {other.job_id} share {len(both)} "
-                    f"rank{'s' if several else ''} ({both[0]}{', ...' if several else ''}): only "
-                    "the network is shared in the plan, their compute runs side by side",
-                    err=True,
-                )
-
-
-def say_overlaps(jobs: Sequence[JobSpec], found: CoDesignResult) -> None:
-    """Tell how many jobs of a table still run when others get their ranks."""
-    free_s: dict[int, float] = {}
-    late = 0
-    for job in sorted(jobs, key=lambda one: one.arrival_s):
-        busy_s = max((free_s.get(rank, 0.0) for rank in job.ranks), default=0.0)
-        late += busy_s > job.arrival_s + _OVERLAP * found.baseline_outcome.iteration_s[job.job_id]
-        end_s = job.arrival_s + found.baseline_outcome.completion_s[job.job_id]
-        free_s |= {rank: max(end_s, free_s.get(rank, 0.0)) for rank in job.ranks}
-    if late:
-        typer.echo(
-            f"note: {late} of {len(jobs)} jobs start before those end that had their ranks in the "
-            "table: the cluster is slower than the table's, and only the network is shared",
-            err=True,
-        )
-
-
-def flags_of(text: str) -> CoDesigns:
-    """Read co-designs as the command line spells them."""
-    if text in {"all", "none"}:
-        return CoDesigns.all() if text == "all" else CoDesigns.none()
-    names = {"V": "vertical", "H": "horizontal", "II": "intra_inter", "HN": "host_net"}
-    parts = [part.strip().upper() for part in text.split("+")]
-    unknown = [part for part in parts if part not in names]
-    if unknown:
-        raise ArgumentError(
-            f"there is no co-design {unknown[0]!r}", hint="write V+H+II+HN or a part of it"
-        )
-    return CoDesigns(**{names[part]: True for part in parts})
-
-
-def write_page(page: Page, path: Path) -> None:
-    """Write the page of what the command line asked for, and say where it is."""
-    page = replace(page, command=typed_command(sys.argv))
-    typer.echo(f"report: {write_html(page, path)}", err=True)
-
-
-def _record(jobs: Sequence[JobSpec], found: CoDesignResult) -> dict[str, Any]:
-    measures = {
-        "completion_s": found.outcome.completion_s,
-        "baseline_completion_s": found.baseline_outcome.completion_s,
-        "iteration_s": found.outcome.iteration_s,
-        "baseline_iteration_s": found.baseline_outcome.iteration_s,
-    }
-    return {
-        "jobs": {
-            job.job_id: {name: times_s[job.job_id] for name, times_s in measures.items()}
-            for job in jobs
-        },
-        "worse": list(found.worse),
-        "simulations": found.simulations,
-        "plan": json.loads(found.plan.to_json()),
-    }
-
-
-def _write_programs(
-    folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
-) -> None:
-    """Write the collectives of every job whose hosts do all the work; name the others."""
-    for old in folder.glob("job[0-9]*.*.xml"):  # of an earlier plan
-        old.unlink()
-    for number, job in enumerate(jobs):
-        try:
-            programs = msccl_programs(topology, job, found.plan.jobs[job.job_id])
-        except (InfeasibleError, UnsupportedError) as error:
-            typer.echo(f"not written as MSCCL XML: {error.message}", err=True)
-            continue
-        for name, text in programs.items():
-            write_text(folder / f"job{number}.{name}.xml", text)
-
-
-def _write_traces(
-    folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
-) -> None:
-    files = chakra_traces(topology, jobs, found.plan)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("trace.[0-9]*.et"):  # of a larger cluster
-        old.unlink()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    typer.echo(f"{len(files) - 1} Chakra traces: {folder}", err=True)

@@ -9,39 +9,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.cli._later import later
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.collectives.algorithms import available_algorithms, build_algorithm
+from fivefold.collectives.schedules import (
+    Schedule,
+    Timing,
+    draw_schedule,
+    evaluate,
+    lower_bound,
+    named_collective,
+)
+from fivefold.collectives.schedules.bounds import Bound
+from fivefold.collectives.schedules.timing import CostModel
+from fivefold.collectives.synthesis import Synthesis
 from fivefold.errors import FivefoldError
+from fivefold.network.topology import Topology, draw_topology
+from fivefold.report.columns import Column, record_of, row_table
+from fivefold.report.format import UNKNOWN, format_percent, format_ratio, format_seconds
+from fivefold.report.page import (
+    Curve,
+    CurveChart,
+    DataTable,
+    Page,
+    PageSection,
+    SideBySide,
+    TextBlock,
+    picture_of,
+)
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
-
-with later():
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-    from fivefold.collectives.schedules import (
-        Schedule,
-        Timing,
-        draw_schedule,
-        evaluate,
-        lower_bound,
-        named_collective,
-    )
-    from fivefold.collectives.schedules.bounds import Bound
-    from fivefold.collectives.schedules.timing import CostModel
-    from fivefold.collectives.synthesis import Synthesis
-    from fivefold.network.topology import Topology, draw_topology
-    from fivefold.report.format import format_percent, format_ratio, format_seconds
-    from fivefold.report.page import (
-        Curve,
-        CurveChart,
-        DataTable,
-        Page,
-        PageSection,
-        SideBySide,
-        TextBlock,
-        picture_of,
-    )
-
 
 _LEAST_BYTES, _MOST_BYTES = 1e3, 1e9
 _POINTS, _FEW_POINTS = 25, 9
@@ -294,26 +291,22 @@ def _words(names: tuple[str, str], facts: tuple[tuple[str, str], ...], caption: 
     return DataTable.of(names, facts, caption=caption, text_columns=(1,))
 
 
+_ATTEMPT_COLUMNS = (
+    Column("method", "method", str, lambda attempt, _: attempt.method),
+    Column("time_s", "predicted time", format_seconds, lambda attempt, _: attempt.time_s),
+    Column("gap", "above the bound", str, lambda attempt, found: _gap(found, attempt.time_s)),
+    Column("spent_s", "searched for", format_seconds, lambda attempt, _: attempt.spent_s,
+           "Wall-clock time of the search"),
+    Column("note", "algorithm, or why there is none", str, lambda attempt, _:
+           attempt.note.replace("_", " ") if attempt.time_s else attempt.note, words=True),
+)  # fmt: skip
+
+
 def _methods(found: Synthesis) -> PageSection:
     chosen = [n for n, attempt in enumerate(found.log) if attempt.method == found.method]
-    rows = tuple(
-        (
-            attempt.method,
-            format_seconds(attempt.time_s),
-            _gap(found, attempt.time_s),
-            format_seconds(attempt.spent_s),
-            attempt.note.replace("_", " ") if attempt.time_s else attempt.note,
-        )
-        for attempt in found.log
-    )
-    columns = (
-        ("method", ""), ("predicted time", ""), ("above the bound", ""),
-        ("searched for", "Wall-clock time of the search"),
-        ("algorithm, or why there is none", ""),
-    )  # fmt: skip
-    table = DataTable(
-        columns=columns, rows=rows, text_columns=(4,), marked=tuple(chosen),
-        badges=tuple((number, "chosen") for number in chosen),
+    table = row_table(
+        _ATTEMPT_COLUMNS, [record_of(_ATTEMPT_COLUMNS, attempt, found) for attempt in found.log],
+        blank=UNKNOWN, marked=tuple(chosen), badges=tuple((n, "chosen") for n in chosen),
     )  # fmt: skip
     return PageSection(
         heading="Methods tried",

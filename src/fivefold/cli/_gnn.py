@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli import _gnn_store
-from fivefold.cli._later import later
 from fivefold.cli._options import (
     ArgumentError,
     ConfigArgument,
@@ -23,24 +22,7 @@ from fivefold.cli._options import (
     require_writable,
     write_json,
 )
-from fivefold.reading import Reading
 from fivefold.units import format_bytes
-
-with later():
-    from fivefold.gnn.data import (
-        Dataset,
-        EdgeRules,
-        HeteroDataset,
-        SourceOptions,
-        TableColumns,
-        find_source,
-        generate_graph,
-        ingest,
-        open_dataset,
-    )
-    from fivefold.gnn.data.statistics import describe, verify
-    from fivefold.gnn.training import infer_run, load_gnn_config, train_graph
-    from fivefold.runs import ProgressBar, rank_process
 
 OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if missing.")]
 MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
@@ -162,13 +144,19 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     on where it was when it is started again with the same options. Edges keep their direction:
     messages flow from source to target.
     """
-    arrays = _pairs(array, "array", ("features", "labels", "weights", "edge_features", *_SPLITS))
+    from fivefold.cli._gnn_work import columns_of_pairs, table_columns, write_facts
+    from fivefold.gnn.data import EdgeRules, SourceOptions, find_source, ingest
+    from fivefold.runs import ProgressBar
+
+    arrays = columns_of_pairs(
+        array, "array", ("features", "labels", "weights", "edge_features", *_SPLITS)
+    )
     options = SourceOptions(
         kind=kind,
         arrays={name: Path(path) for name, path in arrays.items() if name not in _SPLITS},
         splits={name: Path(path) for name, path in arrays.items() if name in _SPLITS},
         nodes=nodes,
-        columns=_columns(
+        columns=table_columns(
             column, header=header, quote=quote, comment=comment, missing=tuple(missing or ())
         ),
         ids=ids,
@@ -197,30 +185,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
         reading = None
     hint = getattr(found, "gaps_hint", None)
     with written:
-        _write_facts(written, as_json=as_json, reading=reading, verbose=verbose, gaps_hint=hint)
-
-
-def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> dict[str, str]:
-    pairs = {}
-    for text in values or []:
-        role, equals, value = text.partition("=")
-        if not equals or not value or role not in allowed:
-            raise ArgumentError(
-                f"--{option} got {text!r}", hint=f"write ROLE=..., ROLE one of {', '.join(allowed)}"
-            )
-        pairs[role] = value
-    return pairs
-
-
-def _columns(values: list[str] | None, *, header: str | None, **text: Any) -> TableColumns:
-    roles = ("source", "target", "weight", "edge", "node", "label", "split", "features")
-    pairs: dict[str, Any] = dict(_pairs(values, "column", roles))
-    for role in {"edge", "features"} & {*pairs}:
-        pairs[role] = pairs[role].split(",")
-    if header not in {None, "yes", "no"}:
-        raise ArgumentError(f"--header got {header!r}", hint="say yes or no")
-    names = None if header is None else header == "yes"
-    return TableColumns(names=names, **text, **pairs)
+        write_facts(written, as_json=as_json, reading=reading, verbose=verbose, gaps_hint=hint)
 
 
 def generate_command(  # noqa: PLR0913 - the command's options
@@ -241,6 +206,11 @@ def generate_command(  # noqa: PLR0913 - the command's options
     where it was.
     """
     options = _graph_options(option)
+
+    from fivefold.cli._gnn_work import write_facts
+    from fivefold.gnn.data import generate_graph
+    from fivefold.runs import ProgressBar
+
     with ProgressBar() as show:
         dataset = generate_graph(
             output,
@@ -254,12 +224,15 @@ def generate_command(  # noqa: PLR0913 - the command's options
             **options,
         )
     with dataset:
-        _write_facts(dataset, as_json=as_json)
+        write_facts(dataset, as_json=as_json)
 
 
 def _graph_options(values: list[str] | None) -> dict[str, Any]:
     options = {}
-    for name, text in _pairs(values, "option", tuple(_GRAPH_OPTIONS)).items():
+
+    from fivefold.cli._gnn_work import columns_of_pairs
+
+    for name, text in columns_of_pairs(values, "option", tuple(_GRAPH_OPTIONS)).items():
         try:
             options[name] = _GRAPH_OPTIONS[name](text)
         except (ValueError, KeyError) as error:
@@ -271,65 +244,25 @@ def _graph_options(values: list[str] | None) -> dict[str, Any]:
 
 def info_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
     """Show what is in a data set: nodes, edges, degrees, classes, sizes, fingerprints."""
+    from fivefold.cli._gnn_work import write_facts
+    from fivefold.gnn.data import open_dataset
+
     with open_dataset(folder) as dataset:
-        _write_facts(dataset, as_json=as_json)
+        write_facts(dataset, as_json=as_json)
 
 
 def verify_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
     """Read every byte of a data set and compare its checksums."""
+    from fivefold.gnn.data import open_dataset
+    from fivefold.gnn.data.statistics import verify
+    from fivefold.runs import ProgressBar
+
     with open_dataset(folder) as dataset, ProgressBar() as show:
         read_bytes = verify(dataset, show)
     if as_json:
         write_json({"folder": str(folder), "whole": True, "bytes": read_bytes})
     else:
         typer.echo(f"{folder} is whole: {format_bytes(read_bytes)} read")
-
-
-def _write_facts(
-    dataset: Dataset | HeteroDataset,
-    *,
-    as_json: bool,
-    reading: Reading | None = None,
-    verbose: bool = False,
-    gaps_hint: str | None = None,
-) -> None:
-    with ProgressBar() as show:
-        facts = describe(dataset, show)
-    if reading is not None:
-        facts["reading"] = reading.to_json()
-    if as_json:
-        write_json(facts)
-        return
-    if gaps_hint and facts["isolated_nodes"]:
-        typer.echo(
-            f"{facts['isolated_nodes']:,} of {facts['nodes']:,} ids stand in no edge and are nodes "
-            f"without edges: {gaps_hint}",
-            err=True,
-        )
-    if reading is not None:
-        del facts["reading"]
-        if verbose:
-            typer.echo(reading.text())  # in one line it was logged
-    for line in _lines(facts, ""):
-        typer.echo(line)
-
-
-def _lines(facts: dict[str, Any], indent: str) -> list[str]:
-    """Write one fact a line, the nested ones below their name."""
-    lines = []
-    for key, value in facts.items():
-        label = f"{indent}{key.replace('_', ' ')}:"
-        if isinstance(value, dict):
-            lines += [label, *_lines(value, indent + "  ")]
-        elif key == "bytes":
-            lines.append(f"{label} {format_bytes(value)}")
-        elif isinstance(value, float):
-            lines.append(f"{label} {value:.4g}")
-        elif isinstance(value, int) and not isinstance(value, bool):
-            lines.append(f"{label} {value:,}")
-        else:
-            lines.append(f"{label} {value}")
-    return lines
 
 
 def train_command(
@@ -360,8 +293,13 @@ def train_command(
     SIGTERM or Ctrl-C writes a checkpoint on all ranks and ends with exit code 0; a second Ctrl-C
     aborts.
     """
+    from fivefold.gnn.training import load_gnn_config  # not train_graph, which loads torch
+    from fivefold.runs import rank_process
+
     with rank_process():
         loaded = load_gnn_config(config, overrides or [])
+        from fivefold.gnn.training import train_graph
+
         result = train_graph(loaded, show=lambda text: typer.echo(text, err=True))
     if as_json and os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps({"output": str(result.output), **result.record()}, indent=1))
@@ -392,6 +330,10 @@ def infer_command(
     """
     require_writable(output)
     memory_bytes = bytes_of(memory)
+
+    from fivefold.gnn.training import infer_run
+    from fivefold.runs import ProgressBar
+
     with ProgressBar() as progress:
         result = infer_run(
             run,

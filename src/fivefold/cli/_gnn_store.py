@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fivefold.cli._later import later
 from fivefold.cli._options import (
     ArgumentError,
     DatasetArgument,
@@ -19,20 +18,8 @@ from fivefold.cli._options import (
     numbers_of,
     output_option,
     require_writable,
-    typed_arguments,
     write_json,
 )
-from fivefold.errors import DataError
-
-with later():
-    from fivefold.gnn.data import Dataset
-    from fivefold.gnn.packing import pack
-    from fivefold.gnn.planning import Budgets, Plan, make_plan
-    from fivefold.gnn.planning.estimate import KNOWN_GRAPHS, GraphSize, estimate
-    from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
-    from fivefold.gnn.storage import probe_disk
-    from fivefold.runs import ProgressBar
-    from fivefold.units import parse_bytes_per_s
 
 SamplesArgument = Annotated[
     Path, typer.Argument(help="File of sampled batches.", exists=True, dir_okay=False)
@@ -79,6 +66,10 @@ def sample_command(  # noqa: PLR0913 - the command's options
     The result depends on the data set and on these options, not on the number of threads. A run
     that was stopped goes on where it was.
     """
+    from fivefold.gnn.data import Dataset
+    from fivefold.gnn.sampling import NeighborSampler, sample_epochs
+    from fivefold.runs import ProgressBar
+
     with Dataset.open(dataset) as data, ProgressBar() as show:
         topology = data.topology(mapped=mapped, progress=show)
         sampler = NeighborSampler(
@@ -120,6 +111,9 @@ def probe_command(
 ) -> None:
     """Measure how fast a disk reads and writes, by the size of the request."""
     size_bytes = None if size is None else bytes_of(size)
+
+    from fivefold.gnn.storage import probe_disk
+
     profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes, fresh=True)
     if as_json:
         write_json(json.loads(profile.to_json()))
@@ -177,12 +171,21 @@ def plan_command(  # noqa: PLR0913 - the command's options
     require_writable(output)
     most = sys.maxsize if disk is None else bytes_of(disk)
     host_bytes, device_bytes = map(bytes_of, (host_memory, device_memory))
+
+    from fivefold.cli._gnn_work import check_graph, graph_size, speed_of_disk
+    from fivefold.gnn.data import Dataset
+    from fivefold.gnn.planning import Budgets, make_plan
+    from fivefold.gnn.planning.estimate import estimate
+    from fivefold.gnn.sampling import SampleFile
+    from fivefold.gnn.storage import probe_disk
+    from fivefold.runs import ProgressBar
+
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=most)
     if estimated:
         hops = numbers_of(fanouts, "fanouts", example="10,10,10")
-        read, write = _disk_speed(disk_speed)
+        read, write = speed_of_disk(disk_speed)
         found = estimate(
-            _graph_size(dataset), hops, batch_size, budgets,
+            graph_size(dataset), hops, batch_size, budgets,
             read_bytes_per_s=read, write_bytes_per_s=write,
         )  # fmt: skip
         if as_json:
@@ -193,7 +196,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
         return
     assert samples is not None, "refused above"
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled, ProgressBar() as show:
-        _check_graph(data, sampled)
+        check_graph(data, sampled)
         plan = make_plan(
             sampled,
             data.features,
@@ -238,10 +241,18 @@ def pack_command(  # noqa: PLR0913 - the command's options
 
     Killed at any moment and started again, it goes on where it was.
     """
+    from fivefold.cli._gnn_work import check_graph
+    from fivefold.gnn.data import Dataset
+    from fivefold.gnn.packing import pack
+    from fivefold.gnn.planning import Plan
+    from fivefold.gnn.sampling import SampleFile
+    from fivefold.gnn.storage import probe_disk
+    from fivefold.runs import ProgressBar
+
     made = Plan.open(plan)
     memory_bytes = made.budgets.host_bytes if memory is None else bytes_of(memory)
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled, ProgressBar() as show:
-        _check_graph(data, sampled)
+        check_graph(data, sampled)
         packed = pack(
             data.features,
             sampled,
@@ -261,57 +272,6 @@ def pack_command(  # noqa: PLR0913 - the command's options
             **packed.manifest["packing"],
         }
     _write_result(facts, as_json=as_json)
-
-
-def _disk_speed(given: str | None) -> tuple[float, float]:
-    """Return bytes per second that are read and written."""
-    if given is not None:
-        with typed_arguments():
-            return (parse_bytes_per_s(given),) * 2
-    probed = probe_disk(Path.cwd())
-    return probed.sequential_read_bytes_per_s, probed.sequential_write_bytes_per_s
-
-
-def _graph_size(text: str) -> GraphSize:
-    """Return the counts of a known graph, of a data set, or as they are written."""
-    known = {name.lower(): size for name, size in KNOWN_GRAPHS.items()}
-    if text.lower() in known:
-        return known[text.lower()]
-    if "=" in text:
-        return _written_size(text)
-    with Dataset.open(text) as data:
-        return GraphSize(
-            name=data.name,
-            nodes=data.num_nodes,
-            edges=data.num_edges,
-            row_bytes=data.row_bytes,
-            seeds=max(1, len(data.train)),
-        )
-
-
-def _written_size(text: str) -> GraphSize:
-    names = ("nodes", "edges", "row_bytes", "seeds")
-    hint = "write nodes=1e8,edges=1.6e9,row_bytes=512,seeds=1e6"
-    counts: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        try:
-            counts[name] = int(float(value))
-        except (ValueError, OverflowError):
-            raise ArgumentError(f"{part!r} is no count", hint=hint) from None
-    if odd := sorted(set(counts) ^ set(names)):
-        raise ArgumentError(f"counts are missing or unknown: {', '.join(odd)}", hint=hint)
-    with typed_arguments():
-        return GraphSize(**counts, name="graph")
-
-
-def _check_graph(data: Dataset, sampled: SampleFile) -> None:
-    """Refuse samples of another graph, whose rows would be right and whose edges would not."""
-    if sampled.topology_fingerprint != data.graph.fingerprint:
-        raise DataError(
-            f"{sampled.path} was sampled from another graph than that of {data.folder}",
-            hint="sample this data set, or name the one that was sampled",
-        )
 
 
 def _write_result(facts: dict[str, Any], *, as_json: bool) -> None:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from fivefold.cli._codesign import flags_of, say_shared_ranks, write_page
-from fivefold.cli._later import later
 from fivefold.cli._options import (
     ArgumentError,
     ClusterOption,
@@ -27,39 +21,10 @@ from fivefold.cli._options import (
     output_option,
     require_writable,
     seconds_of,
-    show,
     topology_of,
     typed_arguments,
     write_json,
 )
-from fivefold.errors import CommunicationError
-from fivefold.units import format_duration_s
-
-with later():
-    from fivefold.codesign import (
-        ClusterPlan,
-        JobSpec,
-        PlanningOptions,
-        load_jobs,
-        plan_cluster,
-        plan_page,
-        run_plan,
-    )
-    from fivefold.codesign.execute import (
-        RUNNABLE,
-        execution_command,
-        lab_options,
-        read_measurements,
-        read_order,
-        write_order,
-    )
-    from fivefold.lab import LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
-    from fivefold.lab.capabilities import Capabilities
-    from fivefold.network.topology import Topology, read_topology
-    from fivefold.report.page import DataTable
-
-
-_MTU = 60000  # small frames would cost the hosts' processors more than the job does
 
 
 def execute_command(  # noqa: PLR0913 - each option is a parameter
@@ -95,6 +60,12 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     """
     require_writable(output, report)
     topology = topology_of(cluster)
+
+    from fivefold.cli._codesign_work import flags_of, say_shared_ranks, write_page
+    from fivefold.cli._lab_work import run_in_the_lab, show_measured
+    from fivefold.codesign import PlanningOptions, load_jobs, plan_cluster, plan_page
+    from fivefold.codesign.execute import RUNNABLE, write_order
+
     specs = load_jobs(jobs, topology)
     say_shared_ranks(specs)
     options = PlanningOptions(classes=classes, algorithms=RUNNABLE)
@@ -115,61 +86,9 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
         show_measured(specs, found.plan, predicted, measured, result)
 
 
-def run_in_the_lab(
-    topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, *, timeout_s: float
-) -> tuple[Mapping[str, float], LabResult]:
-    """Run a plan; return the mean seconds per iteration of each job, and all of the run."""
-    with tempfile.TemporaryDirectory(prefix="fivefold-execute-") as folder:
-        order = Path(folder) / "order.json"
-        write_order(order, jobs, plan, topology=topology)
-        spec = LabSpec.of_topology(topology, mtu=_MTU, **lab_options(topology, jobs, plan))
-        command = execution_command(order)
-        result = run_lab(spec, command, timeout_s=timeout_s, stream=False).check()
-        found = read_measurements(result.ranks[0].stdout().splitlines())
-    if set(found) != {job.job_id for job in jobs}:
-        message = "the run ended without measurements"
-        raise CommunicationError(message, hint="look at the logs that the lab names")
-    return found, result
-
-
-def show_measured(
-    jobs: Sequence[JobSpec],
-    plan: ClusterPlan,
-    predicted: Mapping[str, float],
-    measured: Mapping[str, float],
-    result: LabResult,
-) -> None:
-    """Write predicted and measured seconds per iteration side by side."""
-    rows = []
-    for job in jobs:
-        before, after = predicted[job.job_id], measured[job.job_id]
-        off = f"{100 * (after / before - 1):+.1f} %"
-        times = format_duration_s(before), format_duration_s(after)
-        rows.append((job.job_id, *times, off, _how(plan, job.job_id)))
-    table = DataTable.of(("job", "predicted", "measured", "off", "how"), rows, text_columns=(4,))
-    lines = [
-        f"{node} aggregated {counts['hits']} chunks and left "
-        f"{counts['misses'] + counts['expired']} to the hosts"
-        for node, counts in result.aggregation.items()
-    ]
-    show("Seconds per iteration; compute is a sleep, reductions are real", table, *lines)
-
-
-def _how(plan: ClusterPlan, job_id: str) -> str:
-    own = plan.jobs[job_id]
-    words = [f"aggregated at {own.root}" if own.root else f"ring {'-'.join(map(str, own.order))}"]
-    if len({other.priority for other in plan.jobs.values()}) > 1:
-        words.append(f"class {own.priority}")
-    if own.shift_s:
-        words.append(f"{format_duration_s(own.shift_s)} later")
-    return ", ".join(words)
-
-
 app = command_group(
     "lab", help="Emulated cluster on this machine: hosts on slow links, made of network namespaces."
 )
-
-_PLAN_LIMIT = "300s"  # as in "fivefold execute"
 
 
 def _cluster(help: str, **how: Any) -> Any:  # noqa: A002 - as typer calls it
@@ -270,6 +189,10 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
         described = topology_of(topology, bandwidth=rate)
         links = {"hosts": described.num_ranks, "topology": described.to_toml()}
     classes_of = _by_host("--host-class", host_class, example="1=0")
+
+    from fivefold.cli._lab_work import run_planned, summarise
+    from fivefold.lab import LabSpec, run_lab
+
     with typed_arguments():
         spec = LabSpec(
             **links, delay=delay, jitter=jitter, loss=loss, nproc_per_host=nproc_per_host,
@@ -279,14 +202,14 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
             aggregators={node: {} for node in sum_at or []},
         )  # fmt: skip
     if len(command) == 1 and command[0].endswith(".json"):  # a plan: no program is called so
-        _run_plan(Path(command[0]), spec, timeout)
+        run_planned(Path(command[0]), spec, timeout)
         return
     timeout_s = None if timeout is None else seconds_of(timeout)
     result = run_lab(
         spec, command, timeout_s=timeout_s, grace_s=seconds_of(grace),
         log_folder=log_folder, allow_unshaped=allow_unshaped, stream=not quiet,
     )  # fmt: skip
-    _summarise(spec, result)
+    summarise(spec, result)
     raise typer.Exit(result.exit_code)
 
 
@@ -295,16 +218,21 @@ def check(*, as_json: JsonOption = False) -> None:
 
     The exit code is 0 where links can be given at least a rate, else 1.
     """
+    from fivefold.cli._lab_work import show_capabilities
+    from fivefold.lab import probe_capabilities
+
     able = probe_capabilities()
     if as_json:
         typer.echo(json.dumps({"shaping": able.shaping, **asdict(able)}, indent=2))
     else:
-        _show_capabilities(able)
+        show_capabilities(able)
     raise typer.Exit(1 if able.shaping == "none" else 0)
 
 
 def clean() -> None:
     """Remove what killed runs left behind, and say what it was; runs under way are left alone."""
+    from fivefold.lab import clean_lab
+
     report = clean_lab()
     said = {"removed": report.removed, "left alone": report.active}
     for what, lines in (said | {"could not remove": report.failed}).items():
@@ -313,21 +241,6 @@ def clean() -> None:
     if not (report.removed or report.failed):
         typer.echo("nothing to remove")
     raise typer.Exit(1 if report.failed else 0)
-
-
-def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
-    """Run a plan from its file and put measured beside predicted iteration times."""
-    if spec != LabSpec(delay="0ms", jitter="0ms"):  # as the options' defaults are spelled
-        raise ArgumentError(
-            f"the plan {path} brings its own cluster; got options for {spec.describe()} besides",
-            hint="leave them out",
-        )
-    timeout_s = seconds_of(_PLAN_LIMIT if timeout is None else timeout)
-    order = read_order(path)
-    topology = read_topology(order.topology)
-    predicted = run_plan(topology, order.jobs, order.plan).iteration_s
-    measured = run_in_the_lab(topology, order.jobs, order.plan, timeout_s=timeout_s)
-    show_measured(order.jobs, order.plan, predicted, *measured)
 
 
 def _by_host(option: str, texts: list[str] | None, *, example: str) -> dict[int, str]:
@@ -342,40 +255,6 @@ def _by_host(option: str, texts: list[str] | None, *, example: str) -> dict[int,
             )
         found[int(host)] = value.strip()
     return found
-
-
-def _summarise(spec: LabSpec, result: LabResult) -> None:
-    links = result.lab["means"] or "unshaped"
-    took = format_duration_s(result.wall_s)
-    count = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
-    if result.timed_out:
-        _note(f"[red]time limit[/]: {count} ended after {took}")
-    elif result.first_failed_rank is None:
-        _note(f"[green]ok[/]: {count} ended with 0 after {took}")
-    else:
-        failed = result.ranks[result.first_failed_rank]
-        _note(f"[red]failed[/]: rank {failed.rank} on host{failed.host} first, after {took} in all")
-    if spec.shapes and result.lab["means"] is None:
-        _note(f"[yellow]the links were not shaped[/]: {escape(str(result.lab['reason']))}")
-    _note(escape(f"{spec.describe()} ({links}); output: {result.log_folder}"))
-
-
-def _note(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold]lab[/]  {text}")
-
-
-def _show_capabilities(able: Capabilities) -> None:
-    rows, lines = [], []
-    for item in able.items:
-        tried = able.isolation is not None or item.name == "namespaces"
-        works = "yes" if item.works else "no"
-        rows.append((item.name, works if tried else "?", item.meaning))
-        # Without namespaces nothing else could be tried: one explanation is enough.
-        if tried and not item.works:
-            lines.append(f"\n{item.name}: {item.reason}\n  fix: {item.fix}")
-    how = f" (as {able.isolation})" if able.isolation else ""
-    table = DataTable.of(("feature", "works", "for"), rows, text_columns=(1, 2))
-    show(f"links can be given: {able.shaping}{how}", table, *lines)
 
 
 app.command(help=help_text(run), context_settings={"allow_interspersed_args": False})(run)

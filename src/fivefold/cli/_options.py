@@ -14,29 +14,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from fivefold.cli._later import later
 from fivefold.errors import ConfigurationError
 from fivefold.units import parse_bytes, parse_duration_s
 
-with later():
-    from fivefold.network.topology import Topology, parse_topology
-    from fivefold.network.topology.readers import file_of
-    from fivefold.network.topology.text import (
-        catalogue,
-        describes_graph,
-        topology_tables,
-        topology_with_reading,
-    )
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
     from fivefold.reading import Reading
-    from fivefold.report import print_page
-    from fivefold.report.page import Page, PagePart, PageSection, TextBlock
-    from fivefold.strategy import load_cluster
-    from fivefold.strategy.cluster import is_named_cluster
+    from fivefold.report.page import PagePart
 
 
 class ArgumentError(ConfigurationError):
@@ -84,14 +73,13 @@ def numbers_of(text: str, what: str, *, example: str, least: int | None = None) 
 def topology_of(text: str, *, bandwidth: str | None = None, latency: str | None = None) -> Topology:
     """Return the topology of a name or a file: of links, or of a cluster as a planner takes it."""
     found, reading = read_topology_of(text, bandwidth=bandwidth, latency=latency)
-    if reading is not None:
-        say_readings(reading)
+    say_readings(reading)
     return found
 
 
-def say_readings(*readings: Reading) -> None:
+def say_readings(*readings: Reading | None) -> None:
     """Log accounts of what others wrote, and say what in them could turn an answer over."""
-    for reading in readings:
+    for reading in filter(None, readings):
         reading.log()
         for note in reading.decisive():
             typer.echo(f"note: not known from {reading.source}: {note}", err=True)
@@ -101,6 +89,14 @@ def read_topology_of(
     text: str, *, bandwidth: str | None = None, latency: str | None = None
 ) -> tuple[Topology, Reading | None]:
     """Return the same, and what of another program's file was read, assumed and left out."""
+    from fivefold.network.topology.readers import file_of
+    from fivefold.network.topology.text import (
+        catalogue,
+        describes_graph,
+        topology_tables,
+        topology_with_reading,
+    )
+
     file = file_of(text)
     if file is not None:  # what is wrong in a file is no wrong command line
         if file.path.suffix == ".toml" and not describes_graph(topology_tables(file.path)):
@@ -115,6 +111,10 @@ def read_topology_of(
 
 
 def _of_cluster(text: str) -> Topology:
+    from fivefold.network.topology import parse_topology
+    from fivefold.strategy import load_cluster
+    from fivefold.strategy.cluster import is_named_cluster
+
     if Path(text).suffix != ".toml" and not is_named_cluster(text.partition(":")[0]):
         return parse_topology(text)  # which knows what is near
     return load_cluster(text).graph()
@@ -157,6 +157,9 @@ def write_json(value: Any) -> None:
 
 def show(finding: str, *parts: PagePart | str) -> None:
     """Write a finding to standard output, and tables and lines below it, for people."""
+    from fivefold.report import print_page
+    from fivefold.report.page import Page, PageSection, TextBlock
+
     blocks = tuple(TextBlock(text=part) if isinstance(part, str) else part for part in parts)
     section = PageSection(heading="", parts=blocks)
     print_page(Page(title=finding, finding=finding, sections=(section,)))

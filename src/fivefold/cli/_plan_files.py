@@ -15,38 +15,29 @@ from typing import Any
 
 import typer
 
-from fivefold.cli._later import later
 from fivefold.cli._options import ArgumentError
 from fivefold.errors import UnsupportedError
 from fivefold.files import read_toml
-
-with later():
-    from fivefold.runs import check_tables, format_toml, write_text
-    from fivefold.strategy import (
-        Cluster,
-        Job,
-        ModelSpec,
-        PlanPrediction,
-        SearchSpace,
-        device_mesh,
-        evaluate_plan,
-        megatron_flags,
-        megatron_script,
-        plan_to_toml,
-        torchtitan_config,
-        trainer_config,
-    )
-    from fivefold.strategy.cluster import memory_time_s
-    from fivefold.strategy.job import job_from_table
-    from fivefold.strategy.parts import MixtureOfExperts
-    from fivefold.train import load_tokenizer
-    from fivefold.train.config import (
-        PredictionConfig,
-        TrainConfig,
-        load_config,
-        settings_fingerprint,
-    )
-
+from fivefold.runs import check_tables, format_toml, write_text
+from fivefold.strategy import (
+    Cluster,
+    Job,
+    ModelSpec,
+    PlanPrediction,
+    SearchSpace,
+    device_mesh,
+    evaluate_plan,
+    megatron_flags,
+    megatron_script,
+    plan_to_toml,
+    torchtitan_config,
+    trainer_config,
+)
+from fivefold.strategy.cluster import memory_time_s
+from fivefold.strategy.job import job_from_table
+from fivefold.strategy.parts import MixtureOfExperts
+from fivefold.train import load_tokenizer
+from fivefold.train.config import PredictionConfig, TrainConfig, load_config, settings_fingerprint
 
 _TRAINER_TABLES = {"run", "data", "optim", "sync", "tasks", "prediction"}
 _BYTES_VOCAB = 257  # of the trainer's tokenizer of bytes

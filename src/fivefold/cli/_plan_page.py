@@ -8,35 +8,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.cli._later import later
+from fivefold.cli._plan_columns import PLAN_COLUMNS, plan_record
+from fivefold.report.columns import row_table
+from fivefold.report.page import (
+    BarChart,
+    BarRow,
+    Curve,
+    CurveChart,
+    DataTable,
+    Folded,
+    Page,
+    PagePart,
+    PageSection,
+    TextBlock,
+)
+from fivefold.strategy import (
+    Cluster,
+    Job,
+    ParallelPlan,
+    PlanPrediction,
+    PlanSearchResult,
+    error_bar,
+)
+from fivefold.strategy.calibrate import ErrorBar, release_warning
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.plan import DEGREES, degrees_of, settings_of
 from fivefold.units import format_bytes, format_duration_s
-
-with later():
-    from fivefold.report.page import (
-        BarChart,
-        BarRow,
-        Curve,
-        CurveChart,
-        DataTable,
-        Folded,
-        Page,
-        PagePart,
-        PageSection,
-        TextBlock,
-    )
-    from fivefold.strategy import (
-        Cluster,
-        Job,
-        ParallelPlan,
-        PlanPrediction,
-        PlanSearchResult,
-        error_bar,
-    )
-    from fivefold.strategy.calibrate import ErrorBar, release_warning
-    from fivefold.strategy.model import ModelSpec
-    from fivefold.strategy.plan import DEGREES, degrees_of, overlap_of, settings_of
-    from fivefold.strategy.search import tokens_per_s
-
 
 _MEMORY = {  # names and colours
     "weights_bytes": ("weights", "job0"), "gradients_bytes": ("gradients", "job1"),
@@ -171,19 +168,10 @@ def _doubts(found: FoundPlans) -> list[str]:
     return lines
 
 
-def _table(model: ModelSpec, best: Sequence[PlanPrediction], labels: Sequence[str]) -> DataTable:
-    rows = tuple(
-        (
-            label, format_duration_s(one.time_s),
-            f"{tokens_per_s(model, one) / one.plan.num_gpus:,.0f}", f"{100 * one.mfu:.1f} %",
-            f"{one.memory.total_bytes / _GIB:.1f} GiB", f"{one.plan.num_micro_batches}",
-            settings_of(one.plan), overlap_of(one.plan),
-        )
-        for label, one in zip(labels, best, strict=True)
-    )  # fmt: skip
-    names = ("split", "iteration", "tokens/s/GPU", "MFU", "memory", "micro-batches", "how",
-             "beside compute")  # fmt: skip
-    return DataTable.of(names, rows, text_columns=(6, 7), marked=(0,))
+def _table(model: ModelSpec, best: Sequence[PlanPrediction], names: Sequence[str]) -> DataTable:
+    named = zip(best, names, strict=True)
+    records = [plan_record(model, one) | {"split": name} for one, name in named]
+    return row_table(PLAN_COLUMNS, records, marked=(0,))
 
 
 def breakdown(parts_s: Mapping[str, float], whole_s: float, name: str) -> DataTable:

@@ -6,24 +6,14 @@ import contextlib
 import os
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption, output_option, require_writable
 
-with later():
-    from fivefold.report import (
-        Report,
-        build_report,
-        page_server,
-        print_page,
-        report_page,
-        report_text,
-        write_html,
-        write_timeline,
-    )
+if TYPE_CHECKING:
+    from fivefold.report import Report
 
 
 def report_command(  # noqa: PLR0913 - each option is a parameter
@@ -53,6 +43,8 @@ def report_command(  # noqa: PLR0913 - each option is a parameter
 
     The text (or JSON) goes to standard output; what was written where goes to standard error.
     """
+    from fivefold.report import build_report, print_page, report_text
+
     if serve:
         _serve(runs, host=host, port=port, open_page=open_page)
         return
@@ -71,6 +63,8 @@ def report_command(  # noqa: PLR0913 - each option is a parameter
 
 
 def _serve(runs: list[Path], *, host: str, port: int, open_page: bool) -> None:
+    from fivefold.report import page_server
+
     with page_server(runs, host=host, port=port) as server:
         address = f"http://{host}:{server.server_port}/"
         typer.echo(f"report: {address} (read again every few seconds; Ctrl-C ends it)", err=True)
@@ -81,6 +75,8 @@ def _serve(runs: list[Path], *, host: str, port: int, open_page: bool) -> None:
 
 
 def _write(report: Report, page: Path) -> Path:
+    from fivefold.report import report_page, write_html, write_timeline
+
     for run in report.runs:
         timeline = write_timeline(run, run.path / "timeline.json")
         typer.echo(f"timeline: {timeline} (opens in ui.perfetto.dev)", err=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.cli._later import later
 from fivefold.cli._options import (
     BandwidthOption,
     JsonOption,
@@ -26,17 +25,15 @@ from fivefold.errors import DataError, InfeasibleError
 from fivefold.files import read_json
 from fivefold.units import format_bytes_per_s, format_duration_s
 
-with later():
-    import numpy as np
-
-    from fivefold.network.topology import Topology, draw_topology
-    from fivefold.network.topology.readers.boxes import OPTIONS
-    from fivefold.network.topology.text import catalogue
-    from fivefold.runs import write_text
+if TYPE_CHECKING:
+    from fivefold.network.topology import Topology
 
 
 def list_command(*, as_json: JsonOption = False) -> None:
     """Name the machines, generators and profiles that can be given as TOPOLOGY."""
+    from fivefold.network.topology.readers.boxes import OPTIONS
+    from fivefold.network.topology.text import catalogue
+
     known = catalogue()
     machines, generators = dict(known.machines), dict(known.generators.values())
     profiles = [f"taccl:{name}" for name in known.profiles]
@@ -110,6 +107,9 @@ def draw_command(
     require_picture(output)
     require_writable(output)
     found = topology_of(topology, bandwidth=bandwidth, latency=latency)
+
+    from fivefold.network.topology import draw_topology
+
     draw_topology(found, output, link_loads=_read_loads(loads), title=title)
     typer.echo(f"picture: {output}", err=True)
 
@@ -128,6 +128,9 @@ def convert_command(
     require_writable(output)
     found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     text = (found.renamed(name) if name else found).to_toml()
+
+    from fivefold.runs import write_text
+
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -156,6 +159,8 @@ def _cut_off(topology: Topology) -> str | None:
 
 
 def _facts(topology: Topology) -> dict[str, Any]:
+    import numpy as np
+
     kinds = Counter(node.kind for node in topology.nodes)
     ends = zip(topology.links, topology.link_sources, topology.link_targets, strict=True)
     classes = Counter(

@@ -11,15 +11,8 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli._later import later
 from fivefold.cli._options import ConfigArgument, command_group, seconds_of
 from fivefold.optim import outer_rules
-
-with later():
-    from fivefold.optim import start_lighthouse
-    from fivefold.runs import rank_process
-    from fivefold.train import launch, load_config, train
-    from fivefold.train.config import require_ranks
 
 
 def train_command(
@@ -58,12 +51,20 @@ def train_command(
     The same command resumes a run from its newest whole checkpoint. SIGTERM or Ctrl-C writes a
     checkpoint on all ranks and ends with exit code 0; a second Ctrl-C aborts.
     """
+    from fivefold.runs import rank_process
+    from fivefold.train import load_config  # the other names of the package load torch
+    from fivefold.train.config import require_ranks
+
     if nproc is not None and "RANK" not in os.environ:
         checked = load_config(config, overrides or [])  # errors are said before torch is loaded
         require_ranks(checked, world_size=nproc)
+        from fivefold.train import launch
+
         raise typer.Exit(launch(config, overrides or [], nproc=nproc, max_restarts=max_restarts))
     with rank_process():
         checked = load_config(config, overrides or [])
+        from fivefold.train import train
+
         train(checked)
 
 
@@ -101,6 +102,8 @@ def lighthouse(
 
     Make --join-timeout longer than the slowest worker's lag behind the fastest in a round.
     """
+    from fivefold.optim import start_lighthouse
+
     server = start_lighthouse(
         bind,
         allow=allow or (),

@@ -18,6 +18,7 @@ from fivefold.codesign.plans import DecisionRecord, JobPlan
 from fivefold.codesign.simulate import iteration_of
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology, draw_topology
+from fivefold.report.columns import Column, record_of, row_table
 from fivefold.report.page import (
     BarChart,
     BarRow,
@@ -85,19 +86,6 @@ def _chosen(record: DecisionRecord, *, taken: bool) -> str | None:
 
 _LOADS = "Share of each link's rate in use over the whole run"
 _MOST_BARS = 16  # jobs
-_JOB_COLUMNS = (
-    ("job", ""),
-    ("ranks", "Processes of the job"),
-    ("baseline", "Seconds per iteration without coordination"),
-    ("planned", "Seconds per iteration under the plan"),
-    ("change", "Planned against baseline; below 0 is faster"),
-    ("computes", "Share of a planned iteration in which the job computes"),
-)
-_LAYER_COLUMNS = (
-    ("layer 2: order of communication", ""),
-    ("layer 3: algorithm", ""),
-    ("layer 4: flows", "Paths of their own, priority class (0 is the most urgent), later start"),
-)
 
 
 def plan_page(
@@ -219,32 +207,16 @@ class _PlanPage:
 
     def job_table(self) -> DataTable:
         """Return times and decisions of each job."""
-        jobs, found = self.jobs, self.found
-        split = any(job.splits for job in jobs)
-        rows = []
-        for job in jobs:
-            before = found.baseline_outcome.iteration_s[job.job_id]
-            after = found.outcome.iteration_s[job.job_id]
-            plan = found.plan.jobs[job.job_id]
-            computes = _compute_s(job, plan) / after
-            rows.append(
-                (
-                    job.job_id, f"{len(job.ranks)}", format_duration_s(before),
-                    format_duration_s(after), change(after / before), f"{100 * computes:.0f} %",
-                    *((job.splits[plan.split].name if job.splits else "data",) if split else ()),
-                    plan.order_words,
-                    plan.algorithm.replace("_", " ") + (f" at {plan.root}" if plan.root else ""),
-                    flow_words(plan, found.baseline.jobs[job.job_id]),
-                )
-            )  # fmt: skip
-        first = (("layer 1: split", "d data, t tensor, p pipeline, c context, e expert"),)
-        columns = (*_JOB_COLUMNS, *(first if split else ()), *_LAYER_COLUMNS)
-        return DataTable(
-            columns=columns,
-            rows=tuple(rows),
-            caption=f"Seconds per iteration on {self.topology.name}, simulated",
-            text_columns=tuple(range(len(_JOB_COLUMNS), len(columns))),
-        )
+        split = any(job.splits for job in self.jobs)
+        columns = [column for column in _JOB_COLUMNS if split or column.key != "split"]
+        plans = self.found.plan.jobs, self.found.baseline.jobs
+        times_s = self.found.baseline_outcome.iteration_s, self.found.outcome.iteration_s
+        records = [
+            record_of(columns, job, *(of[job.job_id] for of in (*plans, *times_s)))
+            for job in self.jobs
+        ]
+        caption = f"Seconds per iteration on {self.topology.name}, simulated"
+        return row_table(columns, records, caption=caption)
 
     def job_bars(self) -> BarChart:
         """Compute and waiting of an iteration, baseline above plan."""
@@ -343,10 +315,7 @@ class _PlanPage:
                 BarChart(
                     rows=tuple(bars), kinds=(("predicted", "predicted"), ("measured", "measured"))
                 ),
-                DataTable(
-                    columns=(("job", ""), ("predicted", ""), ("measured", ""), ("off", "")),
-                    rows=tuple(rows),
-                ),
+                DataTable.of(("job", "predicted", "measured", "off"), rows),
             ),
         )
 
@@ -355,3 +324,29 @@ def _compute_s(job: JobSpec, plan: JobPlan) -> float:
     """Return seconds per iteration in which a rank of the job computes, whatever it waits for."""
     graph = iteration_of(job, plan, lambda _kind, _size_bytes: 0.0)  # messages are not asked
     return sum(task.duration_s for task in graph.compute if not task.task_id.startswith("wait"))
+
+
+# Each is read from a job, its plan, that of the baseline, and seconds without and with the plan.
+_JOB_COLUMNS = (
+    Column("job_id", "job"),
+    Column("ranks", "ranks", str, lambda job, *_: len(job.ranks), "Processes of the job"),
+    Column("before_s", "baseline", format_duration_s, lambda *row: row[-2],
+           "Seconds per iteration without coordination"),
+    Column("after_s", "planned", format_duration_s, lambda *row: row[-1],
+           "Seconds per iteration under the plan"),
+    Column("change", "change", change, lambda *row: row[-1] / row[-2],
+           "Planned against baseline; below 0 is faster"),
+    Column("computes", "computes", lambda share: f"{100 * share:.0f} %",
+           lambda job, plan, *row: _compute_s(job, plan) / row[-1],
+           "Share of a planned iteration in which the job computes"),
+    Column("split", "layer 1: split", str,
+           lambda job, plan, *_: job.splits[plan.split].name if job.splits else "data",
+           "d data, t tensor, p pipeline, c context, e expert", words=True),
+    Column("order", "layer 2: order of communication", str,
+           lambda _job, plan, *_: plan.order_words, words=True),
+    Column("algorithm", "layer 3: algorithm", str, lambda _job, plan, *_:
+           plan.algorithm.replace("_", " ") + (f" at {plan.root}" if plan.root else ""),
+           words=True),
+    Column("flows", "layer 4: flows", str, lambda _job, *row: flow_words(*row[:2]),
+           "Paths of their own, priority class (0 is the most urgent), later start", words=True),
+)  # fmt: skip

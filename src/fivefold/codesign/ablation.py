@@ -16,15 +16,8 @@ from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import CoDesigns
 from fivefold.errors import ConfigurationError, optional_module, require_whole
 from fivefold.network.topology import Topology
-from fivefold.report.page import (
-    DataTable,
-    Page,
-    PagePart,
-    PageSection,
-    RangeChart,
-    RangeRow,
-    TextBlock,
-)
+from fivefold.report.columns import Column, record_of, row_table
+from fivefold.report.page import Page, PagePart, PageSection, RangeChart, RangeRow, TextBlock
 
 FloatArray = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
@@ -210,7 +203,7 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
         marks.append(("" if abs(1.0 - alone.to_null) < _NEAR else "B1", alone.to_null))
     bars = _ratio_chart(rows, "to_null", marks)
     against = _ratio_chart([row for row in rows if row.label != "B1"], "to_best", [("B1", 1.0)])
-    table: list[PagePart] = [_ablation_table(rows)]
+    table: list[PagePart] = [row_table(_COLUMNS, [record_of(_COLUMNS, row) for row in rows])]
     if rows[0].seeds == 1:
         table.append(TextBlock(text="One seed has no interval; --seeds 5 gives one."))
     interval = _interval(best.to_null_interval)
@@ -259,23 +252,20 @@ def _ratio_chart(
     return RangeChart(rows=tuple(bars), marks=tuple(marks))
 
 
-def _ablation_table(rows: Sequence[AblationRow]) -> DataTable:
-    columns = (
-        ("co-designs", ""), ("to B0", "Mean over seeds of the ratio of mean completion times"),
-        ("95 % interval", "Bootstrap over seeds"), ("to B1", ""), ("95 % interval", ""),
-        ("tail to B0", "Ratio of the 95th percentiles"), ("worse than B0", "Jobs that end later"),
-        ("worse than B1", ""),
-    )  # fmt: skip
-    cells = tuple(
-        (
-            row.label, f"{row.to_null:.3f}", _interval(row.to_null_interval),
-            f"{row.to_best:.3f}", _interval(row.to_best_interval), f"{row.tail_to_null:.3f}",
-            f"{row.jobs_worse} of {row.jobs}", f"{row.jobs_worse_than_best} of {row.jobs}",
-        )
-        for row in rows
-    )  # fmt: skip
-    return DataTable(columns=columns, rows=cells)
-
-
 def _interval(ends: tuple[float, float] | None) -> str:
     return "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
+
+
+_COLUMNS = (
+    Column("label", "co-designs"),
+    Column("to_null", "to B0", "{:.3f}".format,
+           help="Mean over seeds of the ratio of mean completion times"),
+    Column("to_null_interval", "95 % interval", _interval, help="Bootstrap over seeds"),
+    Column("to_best", "to B1", "{:.3f}".format),
+    Column("to_best_interval", "95 % interval", _interval),
+    Column("tail_to_null", "tail to B0", "{:.3f}".format, help="Ratio of the 95th percentiles"),
+    Column("jobs_worse", "worse than B0", str, lambda row: f"{row.jobs_worse} of {row.jobs}",
+           "Jobs that end later"),
+    Column("jobs_worse_than_best", "worse than B1", str,
+           lambda row: f"{row.jobs_worse_than_best} of {row.jobs}"),
+)  # fmt: skip

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.report._records import DataCounts, EpochPoint, GraphEnd, GraphRun
+from fivefold.report.columns import Column, record_of, row_table
 from fivefold.report.format import (
     COLOURS,
     MARKERS,
     ORANGE,
     UNKNOWN,
-    FigureColumn,
     Writer,
     command_texts,
     config_texts,
@@ -170,20 +170,23 @@ def _busy_s(stages: Mapping[str, float]) -> float:
     return stages.get("compute", 0.0) + stages.get("data", 0.0)
 
 
-_COLUMNS: tuple[FigureColumn, ...] = (
-    ("test accuracy", "Accuracy on test nodes at the best validation, from sampled neighbours.",
-     "test_accuracy", lambda value: UNKNOWN if value is None else f"{value:.4f}"),
-    ("best epoch", "Epoch of the best validation.", "best_epoch", format_count),
-    ("epoch time", "Mean of an epoch: computing and waiting for data.", "epoch_s", format_seconds),
-    ("waiting for data", "Share of an epoch in which training stood still until a batch was there.",
-     "waiting", format_percent),
-    ("memory hits", "Share of the rows that memory served.", "memory_hits", format_percent),
-    ("read per epoch", "Bytes that rank 0 read from the disk for the rows that were in no cache.",
-     "bytes_per_epoch", format_bytes_or_dash),
-    ("read amplification", "Those bytes over the bytes of the rows themselves; 1 is the best.",
-     "amplification", format_ratio),
-    ("preparing", "Sampling, planning and packing, once.", "preparing_s", format_seconds),
-    ("wall time", "Training, everything included.", "wall_s", format_seconds),
+_COLUMNS = (
+    Column("test_accuracy", "test accuracy", "{:.4f}".format,
+           help="Accuracy on test nodes at the best validation, from sampled neighbours."),
+    Column("best_epoch", "best epoch", format_count, help="Epoch of the best validation."),
+    Column("epoch_s", "epoch time", format_seconds,
+           help="Mean of an epoch: computing and waiting for data."),
+    Column("waiting", "waiting for data", format_percent,
+           help="Share of an epoch in which training stood still until a batch was there."),
+    Column("memory_hits", "memory hits", format_percent,
+           help="Share of the rows that memory served."),
+    Column("bytes_per_epoch", "read per epoch", format_bytes_or_dash,
+           help="Bytes that rank 0 read from the disk for the rows that were in no cache."),
+    Column("amplification", "read amplification", format_ratio,
+           help="Those bytes over the bytes of the rows themselves; 1 is the best."),
+    Column("preparing_s", "preparing", format_seconds,
+           help="Sampling, planning and packing, once."),
+    Column("wall_s", "wall time", format_seconds, help="Training, everything included."),
 )  # fmt: skip
 
 
@@ -366,35 +369,34 @@ def _levels(summaries: Sequence[GraphSummary]) -> Kinds:
 
 def _disk_table(summaries: Sequence[GraphSummary]) -> DataTable:
     """Return per packed run: hits by level, bytes read and predicted, requests, their mean size."""
-    levels = _levels(summaries)
-    rows = []
-    for run in (run for run in summaries if run.data.rows):
-        mean = run.data.bytes_read / run.data.requests if run.data.requests else None
-        requests = None  # no epoch is whole yet
-        if run.bytes_per_epoch is not None:
-            requests = run.bytes_per_epoch / mean if mean else 0.0
-        rows.append(
-            (
-                run.label,
-                *(format_percent(run.hit_rates.get(level)) for level, _ in levels),
-                format_bytes_or_dash(run.bytes_per_epoch),
-                format_bytes_or_dash(run.predicted_bytes_per_epoch),
-                format_count(requests),
-                format_bytes_or_dash(mean),
-                format_ratio(run.amplification),
-            )
-        )
-    columns = (
-        ("run", ""),
-        *((name, "") for _, name in levels),
-        ("read per epoch", "Rank 0, cold rows only"),
-        ("predicted per epoch", "By the plan, for all ranks"),
-        ("requests per epoch", ""),
-        ("mean request", ""),
-        ("amplification", ""),
-    )
+    columns = [
+        Column("label", "run"),
+        *(
+            Column(level, name, format_percent, lambda run, level=level: run.hit_rates.get(level))
+            for level, name in _levels(summaries)
+        ),
+        Column("bytes_per_epoch", "read per epoch", format_bytes_or_dash,
+               help="Rank 0, cold rows only"),
+        Column("predicted_bytes_per_epoch", "predicted per epoch", format_bytes_or_dash,
+               help="By the plan, for all ranks"),
+        Column("requests", "requests per epoch", format_count, _requests_per_epoch),
+        Column("mean_request", "mean request", format_bytes_or_dash, _mean_request_bytes),
+        Column("amplification", "amplification", format_ratio),
+    ]  # fmt: skip
+    records = [record_of(columns, run) for run in summaries if run.data.rows]
     caption = "Share of the rows by level, and what was read from the disk"
-    return DataTable(columns=columns, rows=tuple(rows), caption=caption)
+    return row_table(columns, records, blank=UNKNOWN, caption=caption)
+
+
+def _mean_request_bytes(run: GraphSummary) -> float | None:
+    return run.data.bytes_read / run.data.requests if run.data.requests else None
+
+
+def _requests_per_epoch(run: GraphSummary) -> float | None:
+    if run.bytes_per_epoch is None:  # no epoch is whole yet
+        return None
+    mean = _mean_request_bytes(run)
+    return run.bytes_per_epoch / mean if mean else 0.0
 
 
 def _facts(runs: Sequence[GraphRun]) -> DataTable:

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.report._records import MixturePoint, Run
+from fivefold.report.columns import Column
 from fivefold.report.format import (
     MARKERS,
-    FigureColumn,
     figure_table,
     format_bytes_or_dash,
     format_percent,
@@ -80,24 +80,26 @@ def _summary(label: str, points: Sequence[MixturePoint]) -> MixtureSummary:
     )
 
 
-_COLUMNS: tuple[FigureColumn, ...] = (
-    ("mixtures", "Blocks with a mixture of experts.", "blocks", lambda blocks: str(len(blocks))),
-    ("experts", "Experts of each mixture.", "experts", str),
-    ("ranks", "Ranks that share the experts out.", "ranks", str),
-    ("worst load",
-     "Most loaded expert over the even load, worst block, in the last interval: 1 is even.",
-     "imbalance_last", lambda blocks: f"{max(blocks, default=1.0):.2f}x"),
-    ("mean load", "The same, mean over the blocks.",
-     "imbalance_last", lambda blocks: f"{_mean(blocks):.2f}x"),
-    ("idle experts", "Experts without a token in the last interval, over all blocks.",
-     "idle", str),
-    ("dropped", "Share of the assignments beyond an expert's capacity, over the run.",
-     "dropped", format_percent),
-    ("token bytes per step",
-     "Token rows that rank 0 sent to other ranks' experts and back, forward and backward.",
-     "payload_bytes_per_step", lambda size: format_bytes_or_dash(size or None)),
-    ("sent per step", "The same with expert numbers, weights and counts.",
-     "sent_bytes_per_step", lambda size: format_bytes_or_dash(size or None)),
+_COLUMNS = (
+    Column("blocks", "mixtures", lambda blocks: str(len(blocks)),
+           help="Blocks with a mixture of experts."),
+    Column("experts", "experts", help="Experts of each mixture."),
+    Column("ranks", "ranks", help="Ranks that share the experts out."),
+    Column("worst_load", "worst load", "{:.2f}x".format,
+           lambda run: max(run.imbalance_last, default=1.0),
+           "Most loaded expert over the even load, worst block, in the last interval: 1 is even."),
+    Column("mean_load", "mean load", "{:.2f}x".format, lambda run: _mean(run.imbalance_last),
+           "The same, mean over the blocks."),
+    Column("idle", "idle experts",
+           help="Experts without a token in the last interval, over all blocks."),
+    Column("dropped", "dropped", format_percent,
+           help="Share of the assignments beyond an expert's capacity, over the run."),
+    Column("payload_bytes_per_step", "token bytes per step", format_bytes_or_dash,
+           lambda run: run.payload_bytes_per_step or None,
+           "Token rows that rank 0 sent to other ranks' experts and back, forward and backward."),
+    Column("sent_bytes_per_step", "sent per step", format_bytes_or_dash,
+           lambda run: run.sent_bytes_per_step or None,
+           "The same with expert numbers, weights and counts."),
 )  # fmt: skip
 
 

@@ -17,12 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from fivefold.report._records import RankTrace, Run, Span, TrainPoint, ValidationPoint
-from fivefold.report._spans import (
-    LANE_CATEGORIES,
-    RoundPoint,
-    round_points,
-    separate_fragments,
-)
+from fivefold.report._spans import LANE_CATEGORIES, RoundPoint, round_points, separate_fragments
 from fivefold.report.format import CATEGORY_NAMES, MARKERS, run_colours, thinned
 from fivefold.report.page import Curve, CurveChart, LaneSpan, PageSection, Timeline, TimelineLane
 from fivefold.report.summary import final_bits_per_byte, validation_curve

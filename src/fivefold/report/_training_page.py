@@ -24,10 +24,10 @@ from fivefold.report._prediction import predicted_runs, prediction_section
 from fivefold.report._reader import Report, build_report, configuration_differences
 from fivefold.report._records import Run
 from fivefold.report._run_charts import loss_charts, round_charts, timeline_section
+from fivefold.report.columns import Column
 from fivefold.report.format import (
     CATEGORY_NAMES,
     UNKNOWN,
-    FigureColumn,
     command_texts,
     config_texts,
     fact_table,
@@ -117,41 +117,38 @@ def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
     ][:4]
 
 
-_COLUMNS: tuple[FigureColumn, ...] = (
-    ("tokens/s", "Tokens of all ranks per second of training, without validation and checkpoints.",
-     "tokens_per_s", format_count),
-    ("against DDP", "That rate over the rate of the DDP run.", "speed_ratio_to_ddp", format_ratio),
-    ("of compute-only", "That rate over the rate of the same step with communication off.",
-     "fraction_of_compute_only", format_percent),
-    ("waiting", "Share of the wall time in which training stood still for communication.",
-     "exposed_fraction", format_percent),
-    ("waited for", "What that was for, on rank 0.", "waits", format_waits),
-    ("hidden", "Share of the time in flight that passed behind computation.",
-     "overlap_fraction", format_percent),
-    ("sent per step", "Bytes that left rank 0's network interface, per optimizer step.",
-     "sent_bytes_per_step", format_bytes_or_dash),
-    ("bits per byte", "Final validation: lower is better.", "bits_per_byte", format_bits),
-    ("at equal time",
-     "Validation when the first of the finished runs ended, between two points of the curve.",
-     "bits_per_byte_at_equal_time", format_bits),
-    ("time to DDP's loss", "Wall time until validation was as good as DDP's final one.",
-     "time_to_ddp_s", lambda value: "not reached" if value == math.inf else format_seconds(value)),
-    ("wall time", "From the first to the last step, everything included.",
-     "wall_s", format_seconds),
+_COLUMNS = (
+    Column("tokens_per_s", "tokens/s", format_count, help=
+           "Tokens of all ranks per second of training, without validation and checkpoints."),
+    Column("speed_ratio_to_ddp", "against DDP", format_ratio, short="vs DDP",
+           help="That rate over the rate of the DDP run."),
+    Column("fraction_of_compute_only", "of compute-only", format_percent,
+           help="That rate over the rate of the same step with communication off."),
+    Column("exposed_fraction", "waiting", format_percent,
+           help="Share of the wall time in which training stood still for communication."),
+    Column("waits", "waited for", format_waits, help="What that was for, on rank 0.", words=True),
+    Column("overlap_fraction", "hidden", format_percent,
+           help="Share of the time in flight that passed behind computation."),
+    Column("sent_bytes_per_step", "sent per step", format_bytes_or_dash, short="sent/step",
+           help="Bytes that left rank 0's network interface, per optimizer step."),
+    Column("bits_per_byte", "bits per byte", format_bits, short="bits/byte",
+           help="Final validation: lower is better."),
+    Column("bits_per_byte_at_equal_time", "at equal time", format_bits, help=
+           "Validation when the first of the finished runs ended, between two points of the curve."
+           ),
+    Column("time_to_ddp_s", "time to DDP's loss",
+           lambda value: "not reached" if value == math.inf else format_seconds(value),
+           help="Wall time until validation was as good as DDP's final one.",
+           short="to DDP's loss"),
+    Column("wall_s", "wall time", format_seconds,
+           help="From the first to the last step, everything included."),
 )  # fmt: skip
-_IN_WORDS = "waited for"  # has a list of its own in a terminal
-_SHORT_NAMES = {  # in a terminal
-    "against DDP": "vs DDP", "sent per step": "sent/step", "bits per byte": "bits/byte",
-    "time to DDP's loss": "to DDP's loss",
-}  # fmt: skip
 
 
 def _comparison(summaries: Sequence[RunSummary], *, short: bool) -> DataTable:
-    if not short:
-        words = 1 + [name for name, *_ in _COLUMNS].index(_IN_WORDS)
-        return dataclasses.replace(figure_table(summaries, _COLUMNS), text_columns=(words,))
-    shown = [column for column in _COLUMNS if column[0] != _IN_WORDS]
-    return figure_table(summaries, [(_SHORT_NAMES.get(c[0], c[0]), *c[1:]) for c in shown])
+    """Return a row per run; in short without words, which have a list of their own."""
+    shown = [column for column in _COLUMNS if not (short and column.words)]
+    return figure_table(summaries, shown, short=short)
 
 
 def _text_sections(report: Report) -> list[PageSection]:

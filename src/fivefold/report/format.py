@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from fivefold.optim import outer_rules
 from fivefold.report._records import Lab, Run
+from fivefold.report.columns import Column, record_of, row_table
 from fivefold.report.page import BarRow, DataTable, Folded, PagePart, TextBlock
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
@@ -53,9 +54,6 @@ def thinned(points: Sequence[_PointT]) -> Sequence[_PointT]:
 
 Writer = Callable[[Any], Any]
 """Writes one figure or property of a run or of its summary."""
-
-FigureColumn = tuple[str, str, str, Callable[[Any], str]]
-"""Name, meaning, figure of a summary, and what writes it."""
 
 UNKNOWN = "–"  # noqa: RUF001 - an en dash is what a table shows for "does not apply"
 
@@ -124,21 +122,15 @@ def typed_command(words: Sequence[str]) -> str:
     return shlex.join(command) or "not recorded"
 
 
-def figure_table(summaries: Sequence[Any], columns: Sequence[FigureColumn]) -> DataTable:
+def figure_table(
+    summaries: Sequence[Any], columns: Sequence[Column], *, short: bool = False
+) -> DataTable:
     """Return a row of figures per run."""
-    return DataTable(
-        columns=(("run", ""), *((name, meaning) for name, meaning, _, _ in columns)),
-        rows=tuple(
-            (run.label, *(write(getattr(run, figure)) for _, _, figure, write in columns))
-            for run in summaries
-        ),
-        badges=tuple(
-            (number, status)
-            for number, run in enumerate(summaries)
-            if (status := getattr(run, "status", "finished")) != "finished"
-        ),
-        explained=True,
-    )
+    shown = (Column("label", "run"), *columns)
+    records = [record_of(shown, run) for run in summaries]
+    states = enumerate(getattr(run, "status", "finished") for run in summaries)
+    badges = tuple((number, status) for number, status in states if status != "finished")
+    return row_table(shown, records, short=short, blank=UNKNOWN, badges=badges, explained=True)
 
 
 def fact_table(runs: Sequence[Any], writers: Sequence[tuple[str, Writer]]) -> DataTable:

@@ -21,7 +21,7 @@ def profile(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path, monkeypatch, profile):
     """Runs a command in a folder with a data set and gives back its JSON."""
-    monkeypatch.setattr("fivefold.cli._gnn_store.probe_disk", lambda *_a, **_k: profile)
+    monkeypatch.setattr("fivefold.gnn.storage.probe_disk", lambda *_a, **_k: profile)
     generate_graph(tmp_path / "data", nodes=3000, dim=256, seed=1).close()
     monkeypatch.chdir(tmp_path)
 
