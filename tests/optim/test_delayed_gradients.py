@@ -337,6 +337,24 @@ def in_backward(model, _):
     (model[0].sum() * 1.0).backward()
 
 
+def test_an_optimizer_that_takes_the_place_of_the_given_one_is_refused():
+    def work(transport):
+        model = parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        for number in range(4):
+            model[0].grad = torch.full_like(model[0], 1.0 + transport.rank)
+            if number < 3:
+                optimizer.step()
+                sync.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with pytest.raises(ConfigurationError, match="moved, but none of the optimizers took"):
+            sync.step()
+        return True
+
+    assert run_world(2, work) == [True, True]
+
+
 def test_optimizers_that_step_where_the_mean_is_not_there_are_refused():
     def refused(transport, step, message, kind=torch.optim.SGD, hook=None):
         model = parameters()

@@ -155,7 +155,6 @@ class GradientHooks:
         self._all = fragments  # the engine's own list, which grows with late parameters
         self._swapped = False
         self._stepping = False
-        self._ever_stepped = False
         self._stepped: list[torch.optim.Optimizer] = []
         # The gradients that a swap has left, by parameter, and how often each was written by then.
         self._left: dict[int, tuple[weakref.ref[torch.Tensor] | None, int]] = {}
@@ -182,7 +181,6 @@ class GradientHooks:
             message = "optimizer.step() was called twice without OuterSync.step() between"
             raise ConfigurationError(message, hint="call OuterSync.step() after each step")
         self._stepped.append(optimizer)
-        self._ever_stepped = True
         _prepare_to_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -226,13 +224,12 @@ class GradientHooks:
     def complete(self) -> None:
         """Take the step with what arrived, before a launch, where the loop took none."""
         if not self._swapped:
-            if not self._ever_stepped and any(
-                fragment.has_moved(parameters_alone=True) for fragment in self._fragments()
-            ):
+            # Few steps are left out, by a scaler alone, so what this looks at costs little.
+            if any(fragment.has_moved(parameters_alone=True) for fragment in self._fragments()):
                 message = "the parameters moved, but none of the optimizers took a step"
                 hint = (
-                    "give the optimizer whose step() is called (not one that steps in hooks of the "
-                    "backward pass), or use DelayCorrected"
+                    "give the optimizer whose step() is called (not one made later, or one that "
+                    "steps in hooks of the backward pass), or use DelayCorrected"
                 )
                 raise ConfigurationError(message, hint=hint)
             self._step_with_what_arrived()

@@ -346,7 +346,7 @@ class OuterSync:
             NonFiniteError: No rank had a finite payload.
         """
         self._require_open()
-        reshard(self._model)
+        self._look_for_late()  # and follow replaced tensors
         if self._gradients is not None:
             self._gradients.drain()
         for fragment in self._all_fragments():
@@ -357,10 +357,10 @@ class OuterSync:
             self.adopt_parameters()  # what nobody knows yet would stay different
 
     def adopt_parameters(self) -> tuple[str, ...]:
-        """Take in trainable parameters that the engine does not know yet; a collective call.
+        """Take in parameters and buffers that the engine does not know; a collective call.
 
         Without this call it happens by itself: at a boundary all ranks announce what became
-        trainable, and when the announcements of all have arrived (with the all-reduce of that
+        trainable or was registered, and when the announcements of all have arrived (with the all-reduce of that
         round) they are adopted. Either way they start from the mean over the workers, which is
         waited for, with no momentum, and have rounds of their own that end with the others'. Before
         ``load_state_dict`` of a state with adopted parameters, make them trainable and call this.
@@ -400,7 +400,7 @@ class OuterSync:
             CommunicationError: The average failed or timed out.
         """
         self._require_open()
-        reshard(self._model)
+        self._look_for_late()  # and follow replaced tensors
         schedules = [fragment.schedule for fragment in self._fragments]
         underway = any(each.in_flight_round is not None or each.open_steps for each in schedules)
         if underway or may_lose(self._transport):
@@ -432,6 +432,7 @@ class OuterSync:
 
         Use it to evaluate between boundaries. The local parameters come back afterwards.
         """
+        self._look_for_late()  # and follow replaced tensors
         with at_the_anchor(self._model, self._fragments):
             yield
 
@@ -662,7 +663,7 @@ class OuterSync:
         return [*self._fragments, *self._states]
 
     def _look_for_late(self) -> dict[str, torch.Tensor]:
-        """Return trainable parameters that are not known yet."""
+        """Return trainable parameters and averaged buffers that are not known yet."""
         return self._late.look(g for fragment in self._fragments for g in fragment.all_groups)
 
     @torch.no_grad()
