@@ -337,6 +337,33 @@ def in_backward(model, _):
     (model[0].sum() * 1.0).backward()
 
 
+class Rising(torch.optim.SGD):
+    """Does something and takes its base's step, as most optimizers of other people do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_an_optimizer_that_calls_its_base_takes_the_same_steps():
+    torch.optim.SGD([torch.ones(1)], lr=0.1)  # torch now calls hooks for the base too
+
+    def work(transport, kind):
+        model = parameters()
+        optimizer = kind(model.parameters(), lr=0.1, momentum=0.5)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        for step in range(5):
+            for number, p in enumerate(model):
+                p.grad = gradient(transport.rank, step, p, number)
+            optimizer.step()
+            sync.step()
+        sync.finalize()
+        return torch.cat([p.detach().reshape(-1) for p in model])
+
+    plain, rising = (run_world(2, lambda t, k=k: work(t, k)) for k in (torch.optim.SGD, Rising))
+    assert all(torch.equal(found, plain[0]) for found in [*plain, *rising])
+
+
 def test_an_optimizer_that_takes_the_place_of_the_given_one_is_refused():
     def work(transport):
         model = parameters()
@@ -347,9 +374,11 @@ def test_an_optimizer_that_takes_the_place_of_the_given_one_is_refused():
             if number < 3:
                 optimizer.step()
                 sync.step()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        with pytest.raises(ConfigurationError, match="moved, but none of the optimizers took"):
-            sync.step()
+        torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1).step()  # of something else
+        with pytest.raises(ConfigurationError, match="Adam was not given to OuterSync"):
+            torch.optim.Adam(model.parameters(), lr=0.1).step()
+        sync.close()
+        torch.optim.Adam(model.parameters(), lr=0.1).step()
         return True
 
     assert run_world(2, work) == [True, True]

@@ -263,7 +263,6 @@ class OuterSync:
             averaged_states=self._averaged_states,
         )
         self._tau = automatic_round(rule, self._fragments, context=self._context)
-        self._watch = CommunicationWatch(self._optimizers, others=self._others)
 
     def _make_context(
         self,
@@ -273,6 +272,7 @@ class OuterSync:
         **options: Any,
     ) -> EngineContext:
         require_local(self._model, self._optimizers, others=self._others)
+        self._watch = CommunicationWatch(self._optimizers, others=self._others)
         self._worker = find_worker(
             self._model,
             shard_group,
@@ -294,6 +294,7 @@ class OuterSync:
             names=lambda: names_of(self._model),
             group_of=functools.partial(group_of, self._optimizers),
             fixed=self._fixed,
+            communicates=self._watch.announced,
             on_non_finite=self._begin_again,
             on_reading=self._read,
             **options,
@@ -360,10 +361,11 @@ class OuterSync:
         """Take in parameters and buffers that the engine does not know; a collective call.
 
         Without this call it happens by itself: at a boundary all ranks announce what became
-        trainable or was registered, and when the announcements of all have arrived (with the all-reduce of that
-        round) they are adopted. Either way they start from the mean over the workers, which is
-        waited for, with no momentum, and have rounds of their own that end with the others'. Before
-        ``load_state_dict`` of a state with adopted parameters, make them trainable and call this.
+        trainable or was registered, and when the announcements of all have arrived (with the
+        all-reduce of that round) they are adopted. Either way they start from the mean over the
+        workers, which is waited for, with no momentum, and have rounds of their own that end with
+        the others'. Before ``load_state_dict`` of a state with adopted parameters, make them
+        trainable and call this.
 
         Returns:
             Their names.
@@ -413,8 +415,9 @@ class OuterSync:
     def set_rule(self, rule: OuterRule) -> None:
         """Go on with another tau, delay or outer learning rate, as after a resume with that rule.
 
-        For schedules of them: all ranks call it after the same step. What is in flight and the
-        momenta stay, and rounds become longer or shorter in proportion to what is left of them.
+        For schedules of them: all ranks call it after the same step; where they do not, all raise
+        with the round that follows. What is in flight and the momenta stay, and rounds become
+        longer or shorter in proportion to what is left of them.
 
         Args:
             rule: The same kind of rule, with as many fragments; what it leaves open stays.
@@ -423,8 +426,10 @@ class OuterSync:
             ConfigurationError: It differs in what may not change.
         """
         self._require_open()
-        self._rule = change_rule(self._context, self._all_fragments(), rule, codec=self._codec)
-        self._stability = StabilityWatch(self._rule)
+        self._rule = change_rule(
+            self._context, self._all_fragments(), rule, codec=self._codec, since=self._steps
+        )
+        self._stability.follow(self._rule)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -591,6 +596,7 @@ class OuterSync:
             "steps": self._steps,
             "launching": launching[0] if launching else -1,
             "unit": self._inner_lr(),
+            "rule_since": self._context.rule_since,
             "tau": None if self._tau is None else self._tau.state(),
             "fragments": {str(f.index): f.shared_state() for f in self._fragments},
             "fixed": frozen,
@@ -607,6 +613,7 @@ class OuterSync:
         """
         require_same(state, self._settings())
         self._steps, self._weighted = state["steps"], None
+        self._context.begin_rule(self._rule, since=state["rule_since"])
         with torch.no_grad():
             fixed = self._fixed_tensors().values()
             for mine, theirs in zip(fixed, state["fixed"], strict=True):
@@ -683,6 +690,7 @@ class OuterSync:
 
     def _read(self, reading: MetadataReading, round_number: int) -> None:
         """Act on what all ranks wrote into the metadata of a round."""
+        self._watch.require_none(reading.communicates)
         if self._tau is not None:
             self._tau.read(reading, round_number)
         if self._late.all_announced(reading.pending):
