@@ -521,3 +521,23 @@ def test_a_loop_may_clamp_its_weights_and_skip_a_step():
 
     first, second = run_world(2, work)
     assert torch.equal(first, second)
+
+
+def test_replicas_that_part_in_a_short_run_are_told_at_its_end():
+    """A schedule by each rank's own loss, in fewer steps than there are between two checks."""
+
+    def work(transport):
+        model = parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        for step in range(5):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step * transport.rank)
+            for number, p in enumerate(model):
+                p.grad = gradient(transport.rank, step, p, number)
+            optimizer.step()
+            sync.step()
+        with pytest.raises(ReplicaMismatchError, match=r"rank\(s\) 1 .*another learning rate"):
+            sync.finalize()
+        return True
+
+    assert run_world(2, work) == [True, True]

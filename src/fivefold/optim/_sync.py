@@ -61,13 +61,8 @@ from fivefold.optim._rules.base import OuterRule
 from fivefold.optim._rules.delayed_gradients import DelayedGradients
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import WorkerGroup, reshard
-from fivefold.optim._start import start_equal
-from fivefold.optim._state import (
-    EngineContext,
-    changed_settings,
-    require_same,
-    settings,
-)
+from fivefold.optim._start import require_equal_at_the_end, start_equal
+from fivefold.optim._state import EngineContext, changed_settings, require_same, settings
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.codecs import Codec
 from fivefold.optim.statistics import (
@@ -356,6 +351,7 @@ class OuterSync:
                 fragment.run(boundary)
         if not may_lose(self._transport):
             self.adopt_parameters()  # what nobody knows yet would stay different
+            require_equal_at_the_end(self._context, self._fragments)
 
     def adopt_parameters(self) -> tuple[str, ...]:
         """Take in parameters and buffers that the engine does not know; a collective call.
@@ -415,9 +411,8 @@ class OuterSync:
     def set_rule(self, rule: OuterRule) -> None:
         """Go on with another tau, delay or outer learning rate, as after a resume with that rule.
 
-        For schedules of them: all ranks call it after the same step; where they do not, all raise
-        with the round that follows. What is in flight and the momenta stay, and rounds become
-        longer or shorter in proportion to what is left of them.
+        For schedules of them: all ranks call it after the same step, or the next round raises. What
+        is in flight and the momenta stay, and rounds become longer or shorter in proportion.
 
         Args:
             rule: The same kind of rule, with as many fragments; what it leaves open stays.
@@ -433,10 +428,7 @@ class OuterSync:
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Put the anchor, which is equal on all ranks, into the model for the duration.
-
-        Use it to evaluate between boundaries. The local parameters come back afterwards.
-        """
+        """Put the anchor, equal on all ranks, into the model, to evaluate between boundaries."""
         self._look_for_late()  # and follow replaced tensors
         with at_the_anchor(self._model, self._fragments):
             yield
@@ -661,9 +653,8 @@ class OuterSync:
 
     def _require_open(self) -> None:
         if self._closed:
-            hint = "call close() after the last step"
             message = "this OuterSync has been closed"
-            raise ConfigurationError(message, hint=hint)
+            raise ConfigurationError(message, hint="call close() after the last step")
 
     def _all_fragments(self) -> list[Fragment]:
         """Return the parameters' fragments and then the optimizer states'."""
