@@ -37,7 +37,7 @@ from fivefold.optim._round_choice import (
     most_fragments,
 )
 from fivefold.optim.codecs import named_codec
-from fivefold.optim.transport import _busy_s as _encoding_s
+from fivefold.optim.transport import encoding_s
 
 WARM_UP_STEPS = 3
 _REPETITIONS = 5
@@ -271,7 +271,7 @@ def _synchronize(device: torch.device) -> None:
 def _busy_of_codecs_s(elements: int, device: torch.device) -> list[float]:
     measured = min(elements, _MOST_ENCODED)
     codecs = map(named_codec, CODECS_TO_CHOOSE)
-    return [_encoding_s(codec, measured, device) * elements / measured for codec in codecs]
+    return [encoding_s(codec, measured, device) * elements / measured for codec in codecs]
 
 
 def _all_reduce_s(count: int, device: torch.device) -> float:
