@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,20 @@ def times(step_s, compute_s, fixed_s, bytes_per_s, *, elements=1_000_000, tensor
 def recommended(found):
     (one,) = (one for one in options_for(found) if one.recommended)
     return one
+
+
+def test_what_a_codec_computes_is_in_the_step_and_makes_rounds_long():
+    """Half a step of encoding may take a twentieth of a round: 10 steps; without a codec, 2."""
+    link = times(0.5, 0.1, 0.0, 22e6)  # 4 MB in 0.18 s: two steps, with a tenth to spare
+    assert recommended(link).codec == "int8"
+    slow = replace(link, busy_s=(0.0, 0.05, 0.05))
+    one = recommended(slow)
+    assert (one.rule, one.codec) == ("DelayCorrected(tau=2, fragments=2)", "fp32")
+    (int8,) = (o for o in options_for(slow) if o.codec == "int8" and "Corrected" in o.rule)
+    assert "tau=10," in int8.rule
+    assert int8.step_s == pytest.approx(0.1 + 0.05 / 10)
+    (late,) = (o for o in options_for(slow) if "Gradients" in o.rule)
+    assert late.step_s == pytest.approx(0.1 + 0.05)
 
 
 @pytest.mark.parametrize(

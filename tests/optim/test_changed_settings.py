@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim import CO2, DelayCorrected, LocalSGD, OuterSync, SlowMo, StreamingDiLoCo
+from fivefold.optim import (
+    CO2,
+    DelayCorrected,
+    DiLoCo,
+    LocalSGD,
+    OuterSync,
+    SlowMo,
+    StabilityWarning,
+    StreamingDiLoCo,
+)
 from fivefold.testing import run_world
 
 pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
@@ -246,3 +255,75 @@ def test_what_no_schedule_may_change_is_refused(after, told):
         return sync.statistics().tau
 
     assert run_world(2, run) == [4, 4]
+
+
+@pytest.mark.parametrize("rule", [LocalSGD(tau=4), CO2(tau=4), DelayCorrected(tau=4, fragments=2)])
+@pytest.mark.parametrize("late", [None, 3], ids=["not called", "a step later"])
+def test_ranks_that_change_the_rule_otherwise_end_together(rule, late):
+    """Else rounds of other lengths would be averaged, without a word, until one rank waits."""
+
+    def run(transport):
+        model = torch.nn.ParameterList(torch.zeros(3) for _ in range(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = OuterSync(model, optimizer, rule=rule, transport=transport)
+
+        def train():
+            for step in range(16):
+                if step == (late if transport.rank == 1 else 2):
+                    sync.set_rule(replace(rule, tau=2))
+                sync.step()
+
+        with pytest.raises(ConfigurationError, match="another rule than the others") as caught:
+            train()
+        return caught.value.message
+
+    first, second = run_world(2, run)
+    assert first == second
+
+
+def test_a_rule_that_changes_nothing_may_be_set_on_one_rank():
+    def run(transport):
+        model = torch.nn.ParameterList([torch.zeros(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = OuterSync(model, optimizer, rule=LocalSGD(tau=2), transport=transport)
+        for step in range(6):
+            if step == transport.rank:
+                sync.set_rule(LocalSGD(tau=2))
+            sync.step()
+        return sync.statistics().merged_rounds
+
+    assert run_world(2, run) == [3, 3]
+
+
+@pytest.mark.parametrize("kind", [DiLoCo, StreamingDiLoCo])
+def test_a_momentum_that_is_left_open_stays_where_rounds_grow_long(kind):
+    """Its default is another one from 50 steps a round on."""
+
+    def run(transport):
+        model = torch.nn.ParameterList(torch.zeros(3) for _ in range(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = OuterSync(model, optimizer, rule=kind(tau=8), transport=transport)
+        sync.set_rule(kind(tau=400))
+        with pytest.raises(ConfigurationError, match="outer_momentum"):
+            sync.set_rule(kind(tau=400, outer_momentum=0.9))
+        rule = sync.state_dict()["settings"]
+        return rule["rule.tau"], rule["rule.outer_momentum"]
+
+    assert run_world(2, run) == [("400.0", "0.5")] * 2
+
+
+def test_a_schedule_of_tau_warns_of_one_learning_rate_once():
+    def run(transport):
+        model = torch.nn.ParameterList([torch.zeros(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rule = CO2(tau=2, staleness="none", outer_momentum=0.5)
+        sync = OuterSync(model, optimizer, rule=rule, transport=transport)
+        for step in range(40):
+            sync.set_rule(replace(rule, tau=1 + step % 2, outer_lr=0.7 if step < 30 else 0.9))
+            model[0].data.add_(1.0)
+            sync.step()
+
+    with pytest.warns(StabilityWarning) as caught:
+        run_world(2, run)
+    told = [str(each.message).split()[0] for each in caught]
+    assert sorted(told) == ["outer_lr=0.7", "outer_lr=0.7", "outer_lr=0.9", "outer_lr=0.9"]

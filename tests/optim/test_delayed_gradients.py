@@ -337,6 +337,53 @@ def in_backward(model, _):
     (model[0].sum() * 1.0).backward()
 
 
+class Rising(torch.optim.SGD):
+    """Does something and takes its base's step, as most optimizers of other people do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_an_optimizer_that_calls_its_base_takes_the_same_steps():
+    torch.optim.SGD([torch.ones(1)], lr=0.1)  # torch now calls hooks for the base too
+
+    def work(transport, kind):
+        model = parameters()
+        optimizer = kind(model.parameters(), lr=0.1, momentum=0.5)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        for step in range(5):
+            for number, p in enumerate(model):
+                p.grad = gradient(transport.rank, step, p, number)
+            optimizer.step()
+            sync.step()
+        sync.finalize()
+        return torch.cat([p.detach().reshape(-1) for p in model])
+
+    plain, rising = (run_world(2, lambda t, k=k: work(t, k)) for k in (torch.optim.SGD, Rising))
+    assert all(torch.equal(found, plain[0]) for found in [*plain, *rising])
+
+
+def test_an_optimizer_that_takes_the_place_of_the_given_one_is_refused():
+    def work(transport):
+        model = parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        for number in range(4):
+            model[0].grad = torch.full_like(model[0], 1.0 + transport.rank)
+            if number < 3:
+                optimizer.step()
+                sync.step()
+        torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1).step()  # of something else
+        with pytest.raises(ConfigurationError, match="Adam was not given to OuterSync"):
+            torch.optim.Adam(model.parameters(), lr=0.1).step()
+        sync.close()
+        torch.optim.Adam(model.parameters(), lr=0.1).step()
+        return True
+
+    assert run_world(2, work) == [True, True]
+
+
 def test_optimizers_that_step_where_the_mean_is_not_there_are_refused():
     def refused(transport, step, message, kind=torch.optim.SGD, hook=None):
         model = parameters()
@@ -474,3 +521,23 @@ def test_a_loop_may_clamp_its_weights_and_skip_a_step():
 
     first, second = run_world(2, work)
     assert torch.equal(first, second)
+
+
+def test_replicas_that_part_in_a_short_run_are_told_at_its_end():
+    """A schedule by each rank's own loss, in fewer steps than there are between two checks."""
+
+    def work(transport):
+        model = parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        for step in range(5):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step * transport.rank)
+            for number, p in enumerate(model):
+                p.grad = gradient(transport.rank, step, p, number)
+            optimizer.step()
+            sync.step()
+        with pytest.raises(ReplicaMismatchError, match=r"rank\(s\) 1 .*another learning rate"):
+            sync.finalize()
+        return True
+
+    assert run_world(2, work) == [True, True]

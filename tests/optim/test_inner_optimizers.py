@@ -110,6 +110,47 @@ def wrapped_and_stepped(model):
     return Wrapping(inner, inner.state)
 
 
+class Masters(torch.optim.Optimizer):
+    """Steps weights of more bits and writes them into the parameters, wherever it keeps them."""
+
+    def __init__(self, parameters, where):
+        super().__init__(parameters, {"lr": 0.1})
+        held = self.param_groups[0]["params"]
+        weights = [p.detach().clone() for p in held]
+        if where == "attribute":
+            self.weights = weights
+        elif where == "group":
+            self.param_groups[0]["weights"] = {"all": weights}
+        elif where == "optimizer within":
+            self.inner = Masters(held, "attribute")
+            weights = self.inner.weights
+        elif where == "state":
+            for p, weight in zip(held, weights, strict=True):
+                self.state[p]["weights"] = [weight]
+        else:
+            flat = torch.cat([w.reshape(-1) for w in weights])
+            self.state["flat"]["weights"] = flat
+            parts = torch.split(flat, [w.numel() for w in weights])
+            weights = [part.view(w.shape) for part, w in zip(parts, weights, strict=True)]
+        self.pairs = lambda: zip(held, weights, strict=True)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        del closure
+        for p, weight in self.pairs():
+            weight.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+            p.copy_(weight)
+
+
+MASTERS = {
+    "attribute": "the attribute 'weights' of Masters is a copy",
+    "group": "the entry 'weights' of Masters is a copy",
+    "optimizer within": "the attribute 'inner' of Masters is a copy",
+    "state": "the entry 'weights' of Masters is a copy",
+    "flat": "the entry 'weights' of Masters is a copy",
+}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -132,6 +173,7 @@ def wrapped_and_stepped(model):
         (lambda m: Prodigy(m.parameters()), "Prodigy holds the weights of the start"),
         (lambda m: TwoSequences(m.parameters()), "'fast' of TwoSequences is a copy of the weights"),
         (lambda m: SlowEverySecond(m.parameters(), lr=0.1), "'slow' of SlowEverySecond is a copy"),
+        *((lambda m, w=w: Masters(m.parameters(), where=w), told) for w, told in MASTERS.items()),
     ],
 )
 def test_what_would_stay_different_on_every_rank_is_refused(make, message):

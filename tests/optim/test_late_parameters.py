@@ -131,7 +131,7 @@ def test_adoption_is_announced_by_all_ranks_or_an_error():
         train(model, optimizer, sync, transport.rank, 0, 2)
         if transport.rank == 1:
             unfreeze(model, optimizer)
-        match = r"rank\(s\) \[1\] have other new trainable"
+        match = r"rank\(s\) \[1\] have other new param"
         with pytest.raises(ConfigurationError, match=match):
             train(model, optimizer, sync, transport.rank, 2, 9)
         return True
@@ -251,6 +251,64 @@ def test_replaced_running_statistics_are_followed():
 
     first, second = run_world(2, work)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Centred(torch.nn.Module):
+    """Makes a new tensor of its running mean at every step, as many do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + x
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("rule", [LocalSGD(tau=2), DelayCorrected(tau=2), DelayedGradients()])
+def test_statistics_of_a_new_tensor_each_step_are_equal_at_the_end_and_at_the_anchor(rule):
+    def work(transport):
+        model = Centred()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sync = OuterSync(model, optimizer, rule=rule, transport=transport)
+        for step in range(5):
+            model(torch.full((3,), 1.0 + step + transport.rank)).backward()
+            optimizer.step()
+            sync.step()
+        with sync.global_parameters():
+            at_the_anchor = model.mean.clone()
+        sync.finalize()
+        return at_the_anchor, model.mean
+
+    (anchor, last), (other_anchor, other_last) = run_world(2, work)
+    assert torch.equal(anchor, other_anchor)
+    assert torch.equal(last, other_last)
+
+
+@pytest.mark.parametrize("rule", [*RULES, DelayedGradients()], ids=lambda rule: rule.name)
+def test_buffers_that_are_registered_late_are_averaged(rule):
+    """A mask of pruning, and a sum that goes on: each step adds 1 on rank 0 and 2 on rank 1."""
+
+    def work(transport):
+        model, optimizer, sync = make(transport, rule)
+        for step in range(13):
+            if step == 3:
+                mask = torch.ones(4, dtype=torch.float64)
+                model[2].register_buffer("mask", mask)
+                model[2].register_buffer("sum", torch.zeros(3))
+                model[2].register_buffer("own", torch.ones(2), persistent=False)
+            if step >= 3:
+                model[2].sum += 1.0 + transport.rank
+            train(model, optimizer, sync, transport.rank, step, step + 1)
+        model[2].own *= 2.0 + transport.rank
+        sync.finalize()
+        return model[2].mask, model[2].sum, model[2].own
+
+    for rank, (mask, total, own) in enumerate(run_world(2, work)):
+        assert mask.tolist() == [1.0] * 4
+        assert total.tolist() == [15.0] * 3
+        assert own.tolist() == [2.0 + rank] * 2
 
 
 @pytest.mark.parametrize(

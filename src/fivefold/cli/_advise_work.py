@@ -76,8 +76,8 @@ def measured_times(command: list[str], steps: int) -> JobTimes:
         record = read_json(found)
     if "error" in record:
         raise FivefoldError(record["error"], hint=record["hint"])
-    sizes, all_reduce_s = tuple(record.pop("sizes_bytes")), tuple(record.pop("all_reduce_s"))
-    return JobTimes(**record, sizes_bytes=sizes, all_reduce_s=all_reduce_s)
+    lists = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
+    return JobTimes(**(record | lists))
 
 
 def _run_job(command: list[str], environment: Mapping[str, str]) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,61 +59,75 @@ def require_local(
 
 
 class CommunicationWatch:
-    """Refuses optimizers whose own ``step()`` communicates with other workers.
+    """Finds optimizers whose own ``step()`` communicates with other workers.
 
     One that shares its matrices out over the ranks, or averages gradients, makes all workers take
     the same step, or mixes those of different rounds. Torch counts the collectives of each group;
-    those of an optimizer's first steps are looked at.
+    those of an optimizer's first steps are looked at. What a rank has seen it announces with its
+    next round, so that all ranks end together.
     """
 
     def __init__(
-        self, optimizers: Iterable[torch.optim.Optimizer], *, others: Collection[int]
+        self, optimizers: Sequence[torch.optim.Optimizer], *, others: Collection[int]
     ) -> None:
         self._others = others
+        self._kinds = [type(optimizer).__name__ for optimizer in optimizers]
         self._before: dict[dist.ProcessGroup, int] | None = None
-        self._steps: Counter[int] = Counter()
-        self._seen: Counter[int] = Counter()
+        self._depths = [0] * len(optimizers)
+        self._steps = [0] * len(optimizers)
+        self._seen = [0] * len(optimizers)
         self._handles: list[RemovableHandle] = []
         me = weakref.ref(self)  # an optimizer may outlive the engine
 
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            watch = me()
-            if watch is not None:
+        def watch(optimizer: torch.optim.Optimizer, number: int) -> None:
+            def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 # A closure is the loop's own: it may sum what it logs.
                 closure = args[1] if len(args) > 1 else kwargs.get("closure")
-                watch.begin(optimizer, by_itself=closure is None)
+                if (watch := me()) is not None:
+                    watch.begin(number, by_itself=closure is None)
 
-        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            watch = me()
-            if watch is not None:
-                watch.end(optimizer)
+            def after(*_: Any) -> None:
+                if (watch := me()) is not None:
+                    watch.end(number)
 
-        for optimizer in optimizers if others else ():
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
 
-    def begin(self, optimizer: torch.optim.Optimizer, *, by_itself: bool) -> None:
-        """Note how many collectives there have been before a step."""
-        watched = by_itself and self._steps[id(optimizer)] < _STEPS_WATCHED
-        self._before = self._collectives() if watched else None
+        for number, optimizer in enumerate(optimizers if others else ()):
+            watch(optimizer, number)
 
-    def end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at how many there have been since; refuse the second time.
+    def begin(self, number: int, *, by_itself: bool) -> None:
+        """Note how many collectives there have been before a step."""
+        self._depths[number] += 1
+        if self._depths[number] == 1:  # and not the step of a base class, within this one
+            watched = by_itself and self._steps[number] < _STEPS_WATCHED
+            self._before = self._collectives() if watched else None
+
+    def end(self, number: int) -> None:
+        """Look at how many there have been since."""
+        self._depths[number] -= 1
+        if self._depths[number] > 0 or self._before is None:
+            return
+        before, self._before = self._before, None
+        now = self._collectives().items()
+        self._steps[number] += 1
+        self._seen[number] += any(count != before.get(group, count) for group, count in now)
+
+    def announced(self) -> float:
+        """Return the number, from 1, of an optimizer that has been seen to; 0 for none."""
+        self._depths = [0] * len(self._depths)  # a step that raised has no end
+        return float(next((n for n, s in enumerate(self._seen, start=1) if s >= _TIMES), 0))
+
+    def require_none(self, announced: Sequence[float]) -> None:
+        """Refuse what any rank has announced, on all ranks alike.
 
         Raises:
             ConfigurationError: Names the optimizer and the ranks.
         """
-        before, self._before = self._before, None
-        if before is None:
-            return
-        key, now = id(optimizer), self._collectives()
-        used = [group for group, count in now.items() if count != before.get(group, count)]
-        self._steps[key] += 1
-        self._seen[key] += bool(used)
-        if used and self._seen[key] >= _TIMES:
-            ranks = dist.get_process_group_ranks(used[0])
-            name = type(optimizer).__name__
-            message = f"{name} communicates in its step(), over ranks {ranks}, of other workers too"
+        ranks = [rank for rank, number in enumerate(announced) if number]
+        if ranks:
+            name = self._kinds[int(announced[ranks[0]]) - 1]
+            message = f"{name} communicates in its step(), with other workers too, on ranks {ranks}"
             hint = (
                 "take one that does not (MuonAdamW for a Muon that shares its matrices out), or "
                 "give it the ranks of one worker alone"

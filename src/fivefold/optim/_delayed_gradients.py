@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fivefold.errors import ConfigurationError
@@ -157,6 +158,7 @@ class GradientHooks:
         self._stepping = False
         self._ever_stepped = False
         self._stepped: list[torch.optim.Optimizer] = []
+        self._running: torch.optim.Optimizer | None = None
         # The gradients that a swap has left, by parameter, and how often each was written by then.
         self._left: dict[int, tuple[weakref.ref[torch.Tensor] | None, int]] = {}
         self._handles: list[RemovableHandle] = []
@@ -166,22 +168,48 @@ class GradientHooks:
             hooks = me()
             return None if hooks is None else hooks.before_step(optimizer, args, kwargs)
 
+        def after(*_: Any) -> None:
+            hooks = me()
+            if hooks is not None:
+                hooks._running = None  # noqa: SLF001 - its own
+
         for optimizer in self._optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 message = "LBFGS evaluates several gradients in a step, of which one would be sent"
                 raise ConfigurationError(message, hint="use another optimizer, or DelayCorrected")
             self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
+
+        def any_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            hooks = me()
+            if hooks is not None:
+                hooks.require_known(optimizer)
+
+        self._handles.append(register_optimizer_step_pre_hook(any_before))
+
+    def require_known(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse another optimizer that would step with this rank's own gradients."""
+        own = any(optimizer is each for each in self._optimizers)
+        if own or self._stepping or self._stepped:  # or one within another, as of a Muon with AdamW
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(p) in held for f in self._fragments() for g in f.groups for p in g.tensors):
+            message = f"{type(optimizer).__name__} was not given to OuterSync, and trains its model"
+            hint = "give all optimizers at the start, or make a new OuterSync for a new one"
+            raise ConfigurationError(message, hint=hint)
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Swap before the step; where a closure computes the gradients, between the two."""
-        if self._stepping or (not self._in_flight and _only_makes_state(optimizer)):
+        within = optimizer is self._running  # the step of its base class
+        if within or self._stepping or (not self._in_flight and _only_makes_state(optimizer)):
             return None
         if any(optimizer is other for other in self._stepped):
             message = "optimizer.step() was called twice without OuterSync.step() between"
             raise ConfigurationError(message, hint="call OuterSync.step() after each step")
         self._stepped.append(optimizer)
+        self._running = optimizer
         self._ever_stepped = True
         _prepare_to_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -241,6 +269,7 @@ class GradientHooks:
             raise ConfigurationError(message, hint="step all of them, or none, before sync.step()")
         self._swapped = False
         self._stepped.clear()
+        self._running = None
 
     def close(self) -> None:
         """Leave the optimizers as they were."""

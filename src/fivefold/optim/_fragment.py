@@ -387,6 +387,7 @@ class Fragment:
         if rank == 0 and round_number == 0 and not self._shared.told_same_work:
             self._shared.told_same_work = reading.tell_same_work()
         reading.require_weights_alike()
+        reading.require_rules_alike()
         # Those whose payload was left out too; empty slots and newcomers have neither.
         there = enumerate(zip(reading.hash, reading.weight, strict=True))
         hashes = {slot: int(h) for slot, (h, weight) in there if h or weight}
@@ -626,6 +627,8 @@ class Fragment:
             fixed=shared.fixed.digest(round_number) if self.index == 0 else 0.0,
             non_finite=float(non_finite),
             frozen=self._frozen.announced(),
+            rule=shared.rule_digest,
+            communicates=shared.communicates() if self.index == 0 else 0.0,
             **seen,
         )
         state.last_delta = 0.0  # each norm travels once

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -198,23 +198,27 @@ def _by_parameter(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[A
     }
 
 
-class WeightWatch:
-    """Looks for weights in the optimizers' states, whatever the optimizers are called."""
+# A moment is a mean of gradients or of their squares; a copy of the weights begins as they do, and
+# is near them as long as few steps have been taken.
+_NEAR = 0.25  # square of the distance over the square of the weights
 
-    # A moment is a mean of gradients or of their squares; a copy of the weights begins as they do,
-    # and is near them as long as few steps have been taken.
-    _NEAR = 0.25  # square of the distance over the square of the weights
+
+class WeightWatch:
+    """Looks for weights in the optimizers, whatever the optimizers are called."""
+
+    _WALKS = 2  # at the start and after the first step, where they are made
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self._known: list[set[Any]] = [set(_BEFORE_THE_FIRST_STEP) for _ in optimizers]
         self._seen: list[Any] = [None] * len(optimizers)
+        self._walks = [0] * len(optimizers)
 
     def look(self) -> None:
-        """Refuse an optimizer in whose state weights have appeared since the last look.
+        """Refuse an optimizer in which weights have appeared since the last look.
 
         Raises:
-            ConfigurationError: Names the optimizer and the state.
+            ConfigurationError: Names the optimizer and where it has them.
         """
         for index, optimizer in enumerate(self._optimizers):
             entries = _by_parameter(optimizer)
@@ -225,25 +229,95 @@ class WeightWatch:
                 keys = {key for each in entries.values() for key in each} - self._known[index]
                 self._known[index] |= keys
                 for key in sorted(keys - _OVERWRITTEN, key=str):
-                    self._refuse_weights(optimizer, key)
+                    _refuse_weights(optimizer, f"the state {key!r}", _pairs(entries, key))
+            if self._walks[index] < self._WALKS:
+                self._walks[index] += 1
+                for where, tensors in _elsewhere(optimizer):
+                    _refuse_weights(optimizer, where, _matched(optimizer, tensors))
 
-    @torch.no_grad()
-    def _refuse_weights(self, optimizer: torch.optim.Optimizer, key: object) -> None:
-        distance = size = 0.0
-        for parameter, entries in _by_parameter(optimizer).items():
-            found = entries.get(key)
-            if not isinstance(found, torch.Tensor) or found.shape != parameter.shape:
-                continue
-            if found.is_floating_point():
-                mine, theirs = local_tensor(parameter).double(), local_tensor(found).double()
-                distance += float((mine - theirs).square().sum())
-                size += float(mine.square().sum())
-        if distance < self._NEAR * size:
-            message = (
-                f"the state {key!r} of {type(optimizer).__name__} is a copy of the weights, "
-                "which outer synchronisation does not move"
-            )
-            raise ConfigurationError(message, hint=_INSTEAD)
+
+def _pairs(
+    entries: Mapping[torch.Tensor, Mapping[Any, Any]], key: object
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield parameters with the state of a key where it is of the same shape."""
+    for parameter, own in entries.items():
+        found = own.get(key)
+        if isinstance(found, torch.Tensor) and found.shape == parameter.shape:
+            yield local_tensor(parameter.detach()), local_tensor(found)
+
+
+def _elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Yield the tensors in attributes, groups and containers of the state, by where they are."""
+    for name, value in vars(optimizer).items():
+        if name not in {"state", "param_groups", "defaults"} and name not in _OVERWRITTEN:
+            yield f"the attribute {name!r}", list(_tensors_in(value))
+    entries = [*optimizer.param_groups]
+    entries += [each for each in optimizer.state.values() if isinstance(each, dict)]
+    found: dict[Any, list[torch.Tensor]] = {}
+    parameters = _by_parameter(optimizer)
+    for each in entries:
+        own = any(each is known for known in parameters.values())
+        for key, value in each.items():
+            if key not in {"params", *_OVERWRITTEN} and not (own and torch.is_tensor(value)):
+                found.setdefault(key, []).extend(_tensors_in(value))
+    yield from ((f"the entry {key!r}", tensors) for key, tensors in found.items())
+
+
+def _tensors_in(value: object, *, depth: int = 4) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(each, depth=depth - 1)
+    elif depth and isinstance(value, torch.optim.Optimizer):
+        for _, tensors in _elsewhere(value):
+            yield from tensors
+
+
+def _matched(
+    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return parameters with tensors of their shapes, in order, or with parts of a flat one.
+
+    Nothing where those are less than half of the elements: a table of sizes of steps may be all
+    ones, as a scale is.
+    """
+    parameters = [local_tensor(p.detach()) for g in optimizer.param_groups for p in g["params"]]
+    places = {memory_of(p) for p in parameters}
+    plain = [t for t in tensors if _is_plain_tensor(t) and t.is_floating_point()]
+    found = [local_tensor(t.detach()) for t in plain]
+    found = [t for t in found if t.numel() > 1 and memory_of(t) not in places]
+    by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+    for tensor in found:
+        by_shape.setdefault(tensor.shape, []).append(tensor)
+    pairs = [(p, by_shape[p.shape].pop(0)) for p in parameters if by_shape.get(p.shape)]
+    total = sum(p.numel() for p in parameters)
+    for flat in found:
+        if flat.dim() == 1 and flat.numel() >= total > 0 and len(parameters) > 1:
+            parts = torch.split(flat[:total], [p.numel() for p in parameters])
+            pairs += [(p, part.view(p.shape)) for p, part in zip(parameters, parts, strict=True)]
+            break
+    return pairs if 2 * sum(p.numel() for p, _ in pairs) >= total else []
+
+
+@torch.no_grad()
+def _refuse_weights(
+    optimizer: torch.optim.Optimizer,
+    where: str,
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    distance = size = 0.0
+    for parameter, found in pairs:
+        if found.is_floating_point():
+            mine, theirs = parameter.double(), found.to(parameter.device).double()
+            distance += float((mine - theirs).square().sum())
+            size += float(mine.square().sum())
+    if distance < _NEAR * size:
+        message = (
+            f"{where} of {type(optimizer).__name__} is a copy of the weights, which outer "
+            "synchronisation does not move"
+        )
+        raise ConfigurationError(message, hint=_INSTEAD)
 
 
 @torch.no_grad()
@@ -285,11 +359,15 @@ def _group(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping
     return next(of, {})
 
 
+def _is_plain_tensor(value: object) -> bool:
+    plain: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, DTensor)
+    return any(type(value) is kind for kind in plain)  # quantised ones lack operations
+
+
 def _mend(value: object) -> None:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return
-    plain: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, DTensor)
-    if any(type(value) is kind for kind in plain):  # quantised ones have no such operations
+    if _is_plain_tensor(value):
         local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 

@@ -84,17 +84,23 @@ def make_fragments(model: torch.nn.Module, context: EngineContext) -> list[Fragm
 
 
 def late_fragment(
-    parameters: Iterable[torch.Tensor],
+    tensors: Iterable[torch.Tensor],
     context: EngineContext,
     *,
     index: int,
     first: RoundSchedule,
 ) -> Fragment:
-    """Make a fragment of parameters that joined late, whose rounds end with the first one's."""
+    """Make a fragment of tensors that joined late, whose rounds end with the first one's.
+
+    What is not trainable is a buffer, which is averaged.
+    """
     schedule = _schedule(context.rule, tau=first.tau, first_round_steps=first.steps_left)
     schedule.merge_after = first.merge_after
     schedule.total_steps = first.total_steps
-    return _fragment(parameters, context, index=index, schedule=schedule)
+    parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for tensor in tensors:
+        parts[tensor.requires_grad].append(tensor)
+    return _fragment(parts[True], context, index=index, buffers=parts[False], schedule=schedule)
 
 
 def _fragment(
@@ -430,7 +436,7 @@ _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may annou
 
 
 class LateParameters:
-    """Parameters that become trainable after the engine was made, and tensors that are replaced.
+    """Parameters and buffers that come after the engine was made, and tensors that are replaced.
 
     A known name with a new object (``load_state_dict`` with ``assign=True``) is followed. New ones
     are announced in the metadata, so that all ranks adopt them at the same boundary.
@@ -442,6 +448,7 @@ class LateParameters:
         self._model, self._apart, self._never = model, apart, never
         self._known = trainable(model, apart=apart)
         self._buffers = averaged_buffers(model, apart=apart)
+        self._other_buffers: set[str] = set()  # which the state dict has not
         # Parameters over the memory of another, with that one; by identity, and so kept.
         self._same: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._different_rounds = 0
@@ -463,9 +470,10 @@ class LateParameters:
             if before is not None and id(before) not in still_there:
                 _follow(groups, name, old=before, new=unknown[name])
                 self._known[name] = unknown.pop(name)
+        unknown |= self._unknown_buffers()
         if unknown and self._never:
-            message = f"{next(iter(unknown))} became trainable, but membership may change meanwhile"
-            hint = "make all parameters trainable before the start, or do without elastic workers"
+            message = f"{next(iter(unknown))} is new, but membership may change meanwhile"
+            hint = "have all parameters and buffers before the start, or no elastic workers"
             raise ConfigurationError(message, hint=hint)
         text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in unknown.items())
         self.announced = float(zlib.crc32(text.encode()) + 1) if unknown else 0.0
@@ -491,14 +499,31 @@ class LateParameters:
                 self._same[id(p)] = p, first
         return {n: p for n, p in now.items() if id(p) not in known}
 
+    def _unknown_buffers(self) -> dict[str, torch.Tensor]:
+        """Return buffers to be averaged that were registered late, such as masks of pruning."""
+        known = {id(buffer) for buffer in self._buffers.values()}
+        new = {}
+        for name, buffer in self._model.named_buffers():
+            if name not in self._buffers and name not in self._other_buffers:
+                if id(buffer) in known:  # a module has another name now
+                    self._buffers[name] = buffer
+                else:
+                    new[name] = buffer
+        if not new:  # to ask for the state dict takes longer
+            return new
+        found = averaged_buffers(self._model, apart=self._apart)
+        self._other_buffers |= new.keys() - found.keys()
+        return {name: buffer for name, buffer in new.items() if name in found}
+
     def _is_same(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter has the memory of another, as it had when it was found."""
         _, first = self._same.get(id(parameter), (None, None))
         return first is not None and memory_of(parameter) == memory_of(first)
 
     def know(self, found: dict[str, torch.Tensor]) -> None:
-        """Count parameters as known from now on."""
-        self._known.update(found)
+        """Count parameters and buffers as known from now on."""
+        self._known.update({name: t for name, t in found.items() if t.requires_grad})
+        self._buffers.update({name: t for name, t in found.items() if not t.requires_grad})
         self.announced = 0.0
 
     def all_announced(self, values: list[float]) -> bool:
@@ -510,11 +535,11 @@ class LateParameters:
         if self._different_rounds < _PATIENCE_ROUNDS:
             return False
         ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-        message = f"rank(s) {ranks} have other new trainable parameters than rank 0"
+        message = f"rank(s) {ranks} have other new parameters or buffers than rank 0"
         raise ConfigurationError(message, hint=_SAME_ON_ALL)
 
 
-_SAME_ON_ALL = "make the same parameters trainable on all ranks, after the same step"
+_SAME_ON_ALL = "make the same parameters trainable, and add the same buffers, after the same step"
 
 
 def require_same_names(names: list[list[str]]) -> None:
@@ -522,7 +547,7 @@ def require_same_names(names: list[list[str]]) -> None:
     for rank, found in enumerate(names):
         if found != names[0]:
             apart = sorted(set(found) ^ set(names[0]))
-            message = f"rank {rank} has other new trainable parameters than rank 0: {apart}"
+            message = f"rank {rank} has other new parameters or buffers than rank 0: {apart}"
             raise ConfigurationError(message, hint=_SAME_ON_ALL)
 
 

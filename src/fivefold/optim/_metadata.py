@@ -64,6 +64,9 @@ class MetadataReading:
     work_2: list[float]
     work_3: list[float]
     fixed: list[float]  # digest of each rank's fixed tensors; 0 where none was taken
+    rule: list[float]  # digest of each rank's rule; 0 where a slot is empty
+    # Number, from 1, of an optimizer that communicates by itself on each rank; 0 for none.
+    communicates: list[float]
 
     @property
     def total_weight(self) -> float:
@@ -82,6 +85,15 @@ class MetadataReading:
             ranks = ", ".join(map(str, plain))
             message = f"rank(s) {ranks} gave no weight to step(), the others did"
             raise ConfigurationError(message, hint="call step(weight=...) on every rank or nowhere")
+
+    def require_rules_alike(self) -> None:
+        """Refuse rounds of ranks of which some have called ``set_rule()`` otherwise."""
+        there = {slot: value for slot, value in enumerate(self.rule) if value}
+        _, different = _minority(there)
+        if different:
+            message = f"rank(s) {', '.join(map(str, different))} have another rule than the others"
+            hint = "call set_rule() with the same rule on all ranks, after the same step"
+            raise ConfigurationError(message, hint=hint)
 
     def agreed(self, values: list[float]) -> float:
         """Return the mean over the ranks that took part; the values are equal up to rounding."""
@@ -284,7 +296,7 @@ def require_equal_inside(hashes: Mapping[int, int], *, round_number: int) -> Non
         raise ReplicaMismatchError(message, hint=hint)
 
 
-def _minority(hashes: Mapping[int, int]) -> tuple[int | None, list[int]]:
+def _minority(hashes: Mapping[int, float]) -> tuple[float | None, list[int]]:
     found = list(hashes.values())
     majority = max(found, key=lambda value: (found.count(value), -found.index(value)), default=None)
     return majority, [rank for rank, value in hashes.items() if value != majority]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -147,15 +148,25 @@ def _live_tensors(fragments: Iterable[Fragment]) -> dict[str, torch.Tensor]:
 
 
 def change_rule(
-    context: EngineContext, fragments: Iterable[Fragment], rule: OuterRule, *, codec: str
+    context: EngineContext,
+    fragments: Iterable[Fragment],
+    rule: OuterRule,
+    *,
+    codec: str,
+    since: int,
 ) -> OuterRule:
     """Let an engine go on with a rule of other rounds or another outer learning rate.
+
+    All ranks must, after the same local step ``since``: they compare with the next round.
 
     Raises:
         ConfigurationError: Names what may not change in the middle of a run.
     """
     before = context.rule
-    rule = rule.for_model(before.num_fragments) if isinstance(rule, OuterRule) else rule
+    if isinstance(rule, OuterRule):
+        if rule.left_open_momentum and type(rule) is type(before):
+            rule = replace(rule, outer_momentum=before.outer_momentum)
+        rule = rule.for_model(before.num_fragments)
     if not isinstance(rule, OuterRule) or type(rule) is not type(before):
         message = f"set_rule() takes a {type(before).__name__}; got {rule!r:.60}"
         raise ConfigurationError(message, hint="make a new OuterSync for another rule")
@@ -170,7 +181,8 @@ def change_rule(
         message = f"{what} cannot change in the middle of a run"
         hint = "save sync.state_dict(), and load it into a new OuterSync with this rule"
         raise ConfigurationError(message, hint=hint)
-    context.rule = rule
+    if changed:
+        context.begin_rule(rule, since=since)
     if changed & {"rule.tau", "rule.delay_steps"}:
         for fragment in fragments:
             if fragment.index >= 0:

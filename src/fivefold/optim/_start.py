@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._inner_optimizers import optimizer_settings
 from fivefold.optim._kept_apart import plain_name, require_same_shares
+from fivefold.optim._metadata import names_apart, replica_hash, require_equal
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import EngineContext, plain_settings
 from fivefold.optim.transport import Transport
@@ -55,6 +57,28 @@ def start_equal(
     context.fixed.begin()
     for fragment in fragments:
         fragment.begin()
+
+
+def require_equal_at_the_end(context: EngineContext, fragments: Sequence[Fragment]) -> None:
+    """Compare what all ranks end with, also where a run had too few rounds for a check.
+
+    Raises:
+        ReplicaMismatchError: Names the ranks and the tensors that differ.
+    """
+    if not context.check_every_rounds:
+        return
+    transport = context.transport
+    fixed = context.fixed.digest(context.check_every_rounds - 1)
+    hashes = [replica_hash(fragment.anchors) for fragment in fragments]
+    found = transport.gather_objects((hashes, fixed))
+    for number, fragment in enumerate(fragments):
+        require_equal(
+            {rank: theirs[number] for rank, (theirs, _) in enumerate(found)},
+            round_number=fragment.schedule.round,
+            apart=functools.partial(names_apart, fragment.names, fragment.all_groups, transport),
+            of_gradients=context.rule.sends_gradients,
+        )
+    context.fixed.compare([digest for _, digest in found], [1.0] * len(found))
 
 
 def parameter_shapes(

@@ -7,7 +7,9 @@ used.
 
 from __future__ import annotations
 
+import functools
 import math
+import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,7 +30,7 @@ _NORM_MEMORY = 16  # rounds over which norms are averaged
 _ROUNDS_BEFORE_JUDGING = 8
 
 
-_FORMAT = 12
+_FORMAT = 13
 
 
 @dataclass(kw_only=True)
@@ -233,11 +235,24 @@ class EngineContext:
     names: Callable[[], dict[int, str]]  # of the model's tensors, by their identity
     group_of: Callable[[torch.Tensor], int]  # number of the optimizers' group that has a parameter
     fixed: FixedWatch  # compares what no round moves
+    communicates: Callable[[], float]  # number of an optimizer that communicates by itself
     on_non_finite: Callable[[], None]  # told that this worker's own numbers are not finite
     # Told each metadata of the first fragment that arrived, with its round.
     on_reading: Callable[[MetadataReading, int], None]
     # Where the outer state lives; None for beside the parameters.
     outer_device: torch.device | None = None
+    rule_since: int = 0  # local steps when the rule was last changed
     told_same_work: bool = False  # whether a fragment has warned of equal pseudo-gradients
     # Payloads of more than so many times the usual norm are left out; None for no such check.
     outlier_factor: float | None = None
+
+    @functools.cached_property
+    def rule_digest(self) -> float:
+        """A number that is the same on ranks with the same rule, changed after the same step."""
+        text = repr((plain_settings(self.rule), self.rule_since))
+        return float(zlib.crc32(text.encode()) + 1)
+
+    def begin_rule(self, rule: OuterRule, *, since: int) -> None:
+        """Go on with another rule from this local step on."""
+        self.rule, self.rule_since = rule, since
+        vars(self).pop("rule_digest", None)

@@ -61,13 +61,8 @@ from fivefold.optim._rules.base import OuterRule
 from fivefold.optim._rules.delayed_gradients import DelayedGradients
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import WorkerGroup, reshard
-from fivefold.optim._start import start_equal
-from fivefold.optim._state import (
-    EngineContext,
-    changed_settings,
-    require_same,
-    settings,
-)
+from fivefold.optim._start import require_equal_at_the_end, start_equal
+from fivefold.optim._state import EngineContext, changed_settings, require_same, settings
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.codecs import Codec
 from fivefold.optim.statistics import (
@@ -263,7 +258,6 @@ class OuterSync:
             averaged_states=self._averaged_states,
         )
         self._tau = automatic_round(rule, self._fragments, context=self._context)
-        self._watch = CommunicationWatch(self._optimizers, others=self._others)
 
     def _make_context(
         self,
@@ -273,6 +267,7 @@ class OuterSync:
         **options: Any,
     ) -> EngineContext:
         require_local(self._model, self._optimizers, others=self._others)
+        self._watch = CommunicationWatch(self._optimizers, others=self._others)
         self._worker = find_worker(
             self._model,
             shard_group,
@@ -294,6 +289,7 @@ class OuterSync:
             names=lambda: names_of(self._model),
             group_of=functools.partial(group_of, self._optimizers),
             fixed=self._fixed,
+            communicates=self._watch.announced,
             on_non_finite=self._begin_again,
             on_reading=self._read,
             **options,
@@ -346,7 +342,7 @@ class OuterSync:
             NonFiniteError: No rank had a finite payload.
         """
         self._require_open()
-        reshard(self._model)
+        self._look_for_late()  # and follow replaced tensors
         if self._gradients is not None:
             self._gradients.drain()
         for fragment in self._all_fragments():
@@ -355,15 +351,17 @@ class OuterSync:
                 fragment.run(boundary)
         if not may_lose(self._transport):
             self.adopt_parameters()  # what nobody knows yet would stay different
+            require_equal_at_the_end(self._context, self._fragments)
 
     def adopt_parameters(self) -> tuple[str, ...]:
-        """Take in trainable parameters that the engine does not know yet; a collective call.
+        """Take in parameters and buffers that the engine does not know; a collective call.
 
         Without this call it happens by itself: at a boundary all ranks announce what became
-        trainable, and when the announcements of all have arrived (with the all-reduce of that
-        round) they are adopted. Either way they start from the mean over the workers, which is
-        waited for, with no momentum, and have rounds of their own that end with the others'. Before
-        ``load_state_dict`` of a state with adopted parameters, make them trainable and call this.
+        trainable or was registered, and when the announcements of all have arrived (with the
+        all-reduce of that round) they are adopted. Either way they start from the mean over the
+        workers, which is waited for, with no momentum, and have rounds of their own that end with
+        the others'. Before ``load_state_dict`` of a state with adopted parameters, make them
+        trainable and call this.
 
         Returns:
             Their names.
@@ -400,7 +398,7 @@ class OuterSync:
             CommunicationError: The average failed or timed out.
         """
         self._require_open()
-        reshard(self._model)
+        self._look_for_late()  # and follow replaced tensors
         schedules = [fragment.schedule for fragment in self._fragments]
         underway = any(each.in_flight_round is not None or each.open_steps for each in schedules)
         if underway or may_lose(self._transport):
@@ -413,8 +411,8 @@ class OuterSync:
     def set_rule(self, rule: OuterRule) -> None:
         """Go on with another tau, delay or outer learning rate, as after a resume with that rule.
 
-        For schedules of them: all ranks call it after the same step. What is in flight and the
-        momenta stay, and rounds become longer or shorter in proportion to what is left of them.
+        For schedules of them: all ranks call it after the same step, or the next round raises. What
+        is in flight and the momenta stay, and rounds become longer or shorter in proportion.
 
         Args:
             rule: The same kind of rule, with as many fragments; what it leaves open stays.
@@ -423,15 +421,15 @@ class OuterSync:
             ConfigurationError: It differs in what may not change.
         """
         self._require_open()
-        self._rule = change_rule(self._context, self._all_fragments(), rule, codec=self._codec)
-        self._stability = StabilityWatch(self._rule)
+        self._rule = change_rule(
+            self._context, self._all_fragments(), rule, codec=self._codec, since=self._steps
+        )
+        self._stability.follow(self._rule)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Put the anchor, which is equal on all ranks, into the model for the duration.
-
-        Use it to evaluate between boundaries. The local parameters come back afterwards.
-        """
+        """Put the anchor, equal on all ranks, into the model, to evaluate between boundaries."""
+        self._look_for_late()  # and follow replaced tensors
         with at_the_anchor(self._model, self._fragments):
             yield
 
@@ -590,6 +588,7 @@ class OuterSync:
             "steps": self._steps,
             "launching": launching[0] if launching else -1,
             "unit": self._inner_lr(),
+            "rule_since": self._context.rule_since,
             "tau": None if self._tau is None else self._tau.state(),
             "fragments": {str(f.index): f.shared_state() for f in self._fragments},
             "fixed": frozen,
@@ -606,6 +605,7 @@ class OuterSync:
         """
         require_same(state, self._settings())
         self._steps, self._weighted = state["steps"], None
+        self._context.begin_rule(self._rule, since=state["rule_since"])
         with torch.no_grad():
             fixed = self._fixed_tensors().values()
             for mine, theirs in zip(fixed, state["fixed"], strict=True):
@@ -653,16 +653,15 @@ class OuterSync:
 
     def _require_open(self) -> None:
         if self._closed:
-            hint = "call close() after the last step"
             message = "this OuterSync has been closed"
-            raise ConfigurationError(message, hint=hint)
+            raise ConfigurationError(message, hint="call close() after the last step")
 
     def _all_fragments(self) -> list[Fragment]:
         """Return the parameters' fragments and then the optimizer states'."""
         return [*self._fragments, *self._states]
 
     def _look_for_late(self) -> dict[str, torch.Tensor]:
-        """Return trainable parameters that are not known yet."""
+        """Return trainable parameters and averaged buffers that are not known yet."""
         return self._late.look(g for fragment in self._fragments for g in fragment.all_groups)
 
     @torch.no_grad()
@@ -682,6 +681,7 @@ class OuterSync:
 
     def _read(self, reading: MetadataReading, round_number: int) -> None:
         """Act on what all ranks wrote into the metadata of a round."""
+        self._watch.require_none(reading.communicates)
         if self._tau is not None:
             self._tau.read(reading, round_number)
         if self._late.all_announced(reading.pending):

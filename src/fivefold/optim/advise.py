@@ -37,10 +37,12 @@ from fivefold.optim._round_choice import (
     most_fragments,
 )
 from fivefold.optim.codecs import named_codec
+from fivefold.optim.transport import encoding_s
 
 WARM_UP_STEPS = 3
 _REPETITIONS = 5
 _SIZES = (64, 8, 1)  # all-reduces of the gradients' size over these
+_MOST_ENCODED = 1 << 20  # elements; what more of them take is in proportion
 _ROUNDING = 1e-6
 _WORTH_HIDING = 0.1  # of a step; less waiting is not worth a rule that learns less per token
 
@@ -56,6 +58,9 @@ class JobTimes:
     tensors: int  # the same, counted as tensors
     sizes_bytes: tuple[int, ...]  # payloads of the measured all-reduces, ascending
     all_reduce_s: tuple[float, ...]  # what each took, alone on the network
+    # What a rank computes to encode and decode the gradients once, for each of CODECS_TO_CHOOSE;
+    # empty where it was not measured.
+    busy_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         times = (self.step_s, self.compute_s or self.step_s, *self.all_reduce_s)
@@ -90,6 +95,7 @@ class JobTimes:
                 codec: rise_s * named_codec(codec).encoded_bytes(self.elements)
                 for codec in CODECS_TO_CHOOSE
             },
+            busy_s=dict(zip(CODECS_TO_CHOOSE, self.busy_s, strict=False)),
         )
 
 
@@ -140,8 +146,9 @@ def _option(
     message_s = times.messages.message_s(choice.codec, 1 / choice.fragments)
     too_long_s = MARGIN * message_s / choice.delay - times.alone_s
     wait_s = too_long_s if too_long_s > _ROUNDING * times.alone_s else 0.0
+    busy_s = times.messages.busy_s.get(choice.codec, 0.0) / choice.tau
     return Option(
-        rule=rule, codec=choice.codec, step_s=times.alone_s + wait_s, wait_s=wait_s,
+        rule=rule, codec=choice.codec, step_s=times.alone_s + busy_s + wait_s, wait_s=wait_s,
         recommended=recommended,
     )  # fmt: skip
 
@@ -198,13 +205,16 @@ class _Watch:
         device = parameters[0].device
         found = [median(as_is_s), median(alone_s) if alone_s else 0.0]
         found += [_all_reduce_s(count, device) for count in payloads]
+        found += _busy_of_codecs_s(elements, device)
         slowest = torch.tensor(found, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        step_s, compute_s, *all_reduce_s = slowest.tolist()
+        step_s, compute_s, *rest = slowest.tolist()
+        all_reduce_s, busy_s = rest[: len(payloads)], rest[len(payloads) :]
         return {
             "ranks": dist.get_world_size(), "step_s": step_s, "compute_s": compute_s or None,
             "elements": elements, "tensors": len(parameters),
             "sizes_bytes": [4 * count for count in payloads], "all_reduce_s": all_reduce_s,
+            "busy_s": busy_s,
         }  # fmt: skip
 
     def _end(self, record: dict[str, Any]) -> None:
@@ -256,6 +266,12 @@ def _problem(parameters: list[torch.Tensor]) -> tuple[str, str] | None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _busy_of_codecs_s(elements: int, device: torch.device) -> list[float]:
+    measured = min(elements, _MOST_ENCODED)
+    codecs = map(named_codec, CODECS_TO_CHOOSE)
+    return [encoding_s(codec, measured, device) * elements / measured for codec in codecs]
 
 
 def _all_reduce_s(count: int, device: torch.device) -> float:

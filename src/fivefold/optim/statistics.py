@@ -334,6 +334,11 @@ class StabilityWatch:
     # the first is hardest at u^r = 1 - r, the second at u = 0.
 
     def __init__(self, rule: OuterRule) -> None:
+        self._warned_of_lr = 0.0
+        self.follow(rule)
+
+    def follow(self, rule: OuterRule) -> None:
+        """Watch another rule from now on; only a larger learning rate is worth another word."""
         self._rule = rule
         self._limited = rule.delayed and rule.merge == "replace"
 
@@ -345,9 +350,9 @@ class StabilityWatch:
         outer_lr, momentum = self._rule.outer_lr, self._rule.outer_momentum
         worst = late * (1 - late) ** ((1 - late) / late)
         limit = min((1 - momentum) / worst, 2 * (1 + momentum)) * gap
-        if outer_lr < limit:
+        if outer_lr < limit or outer_lr <= self._warned_of_lr:
             return
-        self._limited = False  # once is enough
+        self._warned_of_lr = outer_lr  # once is enough
         message = (
             f"outer_lr={outer_lr} is at or above the stability limit {limit:.3g} of "
             f"outer_momentum={momentum} and staleness gap {gap:.3g}, {late:.3g} rounds late: "

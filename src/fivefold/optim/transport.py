@@ -364,6 +364,11 @@ def _busy_s(codec: Codec, elements: int, device: torch.device) -> float:
     return min(times_s)
 
 
+def encoding_s(codec: Codec, elements: int, device: torch.device) -> float:
+    """Return the seconds in which a rank encodes and decodes what a sum of elements takes."""
+    return _busy_s(codec, elements, device)
+
+
 def end_group(group: dist.ProcessGroup) -> None:
     """End a process group, unless it went with ``dist.destroy_process_group()``."""
     if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - torch has no public way to ask

@@ -68,6 +68,7 @@ class OuterRule:
     nesterov: ClassVar[bool] = False
     hides_rounds: ClassVar[bool] = False
     momentum_by_rounds: ClassVar[bool] = False  # whether None stands for the momentum of its rounds
+    left_open_momentum: ClassVar[bool] = False  # of one rule: whether its rounds have chosen it
     # Which of the general settings the published form has; the others must be at their defaults.
     takes: ClassVar[tuple[str, ...]] = _GENERAL
     for_others: ClassVar[str] = "use CO2 for other outer settings"
@@ -128,6 +129,7 @@ class OuterRule:
             steps = self.tau.initial if isinstance(self.tau, AutoTau) else cast("int", self.tau)
             momentum = 0.9 if steps >= _LONG_ROUND_STEPS else 0.5
             object.__setattr__(self, "outer_momentum", momentum)
+            object.__setattr__(self, "left_open_momentum", True)
 
     def _check_synchronous_steps(self) -> None:
         for name in ("synchronous_start", "synchronous_end"):
