@@ -65,6 +65,9 @@ def test_published_sizes():
     assert strategy.load_model("nemotron-3-nano").num_parameters / 1e9 == pytest.approx(
         31.6, rel=2e-3
     )
+    # As transformers 5 makes them of their configurations: 120B-A12B, 550B-A55B.
+    assert strategy.load_model("nemotron-3-super").num_parameters == 120_668_687_360
+    assert strategy.load_model("nemotron-3-ultra").num_parameters == 549_308_968_960
     mamba = {"model_type": "mamba2", "hidden_size": 2560, "num_hidden_layers": 64, "n_groups": 1,
              "num_heads": 80, "head_dim": 64, "state_size": 128, "vocab_size": 50288,
              "chunk_size": 256, "conv_kernel": 4, "tie_word_embeddings": True}  # fmt: skip

@@ -86,6 +86,7 @@ def test_text_and_csv_name_every_cluster(files):
     assert shown.exit_code == 0, shown.output
     assert "tokens/s/GPU" in shown.output
     assert "least cost: " in shown.output
+    assert "months ago: newer software may be faster" in " ".join(shown.output.split())
     rows = list(csv.DictReader(io.StringIO(call(*files, "--compare", "--csv").stdout)))
     assert [row["cluster"] for row in rows] == ["a", "b"]
     assert all(float(row["memory_gib"]) < 80 for row in rows)
@@ -202,3 +203,10 @@ def test_a_plan_says_how_far_off_it_may_be(files):
     assert rows in text
     assert equal > 1
     assert f"the first {equal} cannot be told apart" in text
+    kinds = [
+        sum(one["plan"][axis] > 1 for axis in ("data", "tensor", "pipeline", "context", "expert"))
+        for one in document["best"][:equal]
+    ]
+    assert document["not_told_apart"] == equal
+    assert kinds[document["simplest"] - 1] == min(kinds)
+    assert "the simplest of them is" in text

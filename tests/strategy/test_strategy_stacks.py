@@ -193,6 +193,26 @@ def test_each_parameter_by_itself_over_all_ranks_costs_more_the_more_there_are()
         assert time_s(gpus, 8) < time_s(gpus, None)
 
 
+def test_a_program_that_hides_no_gradients_waits_for_them_and_one_bucket_hides_nothing():
+    """Megatron-LM of 2022 had no flag for it; a bucket leaves when its last gradient is there."""
+    model = load_model("gpt3-1.3b")
+
+    def data_s(name, *, overlap, **constants):
+        cluster = load_cluster(name)
+        device = dataclasses.replace(cluster.device, **constants)
+        plan = ParallelPlan(global_batch=512, data=64, zero=1, data_overlap=overlap)
+        return evaluate_plan(model, device, cluster.fabric, plan=plan).time.data_s
+
+    assert data_s("a100-megatron", overlap=True) == data_s("a100-megatron", overlap=False)
+    whole = {"bucket_parameters": 1e12}
+    waiting = data_s("h100-nemo", overlap=False)
+    assert data_s("h100-nemo", overlap=True, **whole) == pytest.approx(waiting)
+    assert data_s("h100-nemo", overlap=True) < 0.3 * waiting
+    # What comes back waits where only gradients hide: half of the messages in 16 bits.
+    back = data_s("h100-nemo", overlap=True, gathers_beside=False)
+    assert waiting / 2 < back < 0.8 * waiting
+
+
 def test_a_rack_of_72_gives_as_many_gpus_as_the_job_divides_into(tmp_path):
     fabric = load_cluster("gb200-bridge").fabric
     units = {36: 72, 64: 72, 72: 72, 96: 48, 128: 64, 144: 72, 148: 72, 256: 64, 1152: 72, 8192: 64}

@@ -76,8 +76,24 @@ class FoundPlans:
     @property
     def release_warning(self) -> str | None:
         """Return what is to be said of the age of the software that is predicted."""
-        today = dt.datetime.now(dt.UTC).date()
-        return release_warning(self.cluster.device, today=today)
+        return age_of(self.cluster)
+
+    @property
+    def equal(self) -> tuple[PlanPrediction, ...]:
+        """Return the plans that cannot be told apart from the first."""
+        bar, first_s = self.error_bar, self.best[0].time_s
+        return tuple(one for one in self.best if bar.equal(first_s, one.time_s))
+
+    @property
+    def simplest(self) -> int:
+        """Return the place of the one of them with the fewest kinds of parallelism, from 0."""
+        kinds = [len(degrees_of(one.plan).split()) for one in self.equal]
+        return kinds.index(min(kinds))
+
+
+def age_of(cluster: Cluster) -> str | None:
+    """Return what is to be said today of the age of a cluster's software."""
+    return release_warning(cluster.device, today=dt.datetime.now(dt.UTC).date())
 
 
 def split_page(found: FoundPlans) -> Page:
@@ -159,11 +175,12 @@ def _doubts(found: FoundPlans) -> list[str]:
     around = f"{low_s:.3g} to {high_s:.3g} s"
     errors = f"the errors of {bar.count} published ones of {bar.sources} sources ({bar.like})"
     lines = [f"nine of ten runs like the first take {around}, by {errors}"]
-    equal = sum(bar.equal(first_s, one.time_s) for one in found.best)
+    equal, place = len(found.equal), found.simplest
     if equal > 1:
+        simplest = f"{place + 1}, {degrees_of(found.best[place].plan)}" if place else "the first"
         lines.append(
             f"the first {equal} cannot be told apart: two plans of one job are compared to within "
-            f"{100 * bar.plan_share:.0f} %"
+            f"{100 * bar.plan_share:.0f} %; the simplest of them is {simplest}"
         )
     return lines
 

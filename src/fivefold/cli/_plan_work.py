@@ -17,7 +17,7 @@ from fivefold.cli._codesign_work import write_page
 from fivefold.cli._options import ArgumentError, show, write_json
 from fivefold.cli._plan_columns import PLAN_COLUMNS, plan_facts, plan_record
 from fivefold.cli._plan_files import as_sent, read_job, runnable, write_plan_files
-from fivefold.cli._plan_page import FoundPlans, split_page
+from fivefold.cli._plan_page import FoundPlans, age_of, split_page
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
 from fivefold.report import print_page
@@ -141,6 +141,8 @@ def _document(found: FoundPlans) -> dict[str, Any]:
         "best": [plan_facts(model, one) for one in found.best],
         "error_bar": dataclasses.asdict(bar) | {"interval_s": bar.interval_s(best.time_s)},
     }  # fmt: skip
+    if len(found.equal) > 1:
+        document |= {"not_told_apart": len(found.equal), "simplest": found.simplest + 1}
     if found.release_warning is not None:
         document["release_warning"] = found.release_warning
     if found.job.reading is not None:
@@ -277,6 +279,8 @@ def _cluster_record(outcome: ClusterOutcome, tokens: float, price: Price | None)
     record = record_of(_CLUSTER_COLUMNS, outcome, tokens, price)
     if outcome.best is None:
         return record
+    if (warning := age_of(outcome.cluster)) is not None:
+        record["release_warning"] = warning
     record |= plan_record(outcome.model, outcome.best)
     record |= record_of(_COST_COLUMNS, outcome, tokens, price)
     return record | {"plan": dataclasses.asdict(outcome.best.plan)}
@@ -290,7 +294,11 @@ def _show_clusters(model: ModelSpec, records: Sequence[dict[str, Any]], tokens: 
     best = [record for record in records if "gpu_hours" in record]
     key = "cost" if len({record.get("currency") for record in best}) == 1 else "gpu_hours"
     key = key if key in best[0] else "gpu_hours"
-    lines = []
+    lines = [
+        f"{record['cluster']}: {record['release_warning']}"
+        for record in records
+        if "release_warning" in record
+    ]
     if len(best) > 1:
         cheapest = min(best, key=lambda record: record[key])
         soonest = min(best, key=lambda record: record["days"])

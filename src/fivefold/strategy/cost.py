@@ -369,34 +369,57 @@ def _optimizer_s(columns: Columns, states: Floats) -> Floats:
 def _data_s(columns: Columns, states: Floats, slow: Floats) -> Floats:
     t, device = columns.table, columns.device
     reduce_s, gather_s = _state_messages_s(columns, states)
-    starts_s = _bucket_starts_s(columns, states.sum(0))
-    reduce_s = reduce_s + np.where(t.zero < 3, starts_s, 0.0)
-    gather_s = gather_s + np.where((t.zero == 1) | (t.zero == 2), starts_s, 0.0)
+    reduce_starts_s, gather_starts_s = _starts_s(columns, states.sum(0))
+    reduce_s = reduce_s + np.where(t.zero < 3, reduce_starts_s, 0.0)
+    gather_s = gather_s + np.where((t.zero == 1) | (t.zero == 2), gather_starts_s, 0.0)
     rounds = np.maximum(1.0, np.minimum(t.pipeline, columns.micro_batches) * (1 - 1 / t.virtual))
     rounds = np.where(t.virtual > 1, rounds, 1.0)
-    hidden_s = np.zeros(len(t))
-    for sent_s, window_s in ((reduce_s, slow[1] + slow[2]), (gather_s, slow[0])):
-        hidden_s = hidden_s + exposed_s(
-            sent_s, rounds * window_s, pieces=columns.each, slowdown=device.overlap_slowdown
+    beside = (t.data_overlap == 1) & (t.tau == 1)
+    # The last bucket waits for all of its gradients, the first forward for all of the first one.
+    pieces = np.clip(_buckets(columns, states.sum(0)), 1.0, columns.each)
+    data_s = np.zeros(len(t))
+    for sent_s, window_s, can in (
+        (reduce_s, slow[1] + slow[2], device.reduces_beside),
+        (gather_s, slow[0], device.gathers_beside),
+    ):
+        left_s = exposed_s(
+            sent_s, rounds * window_s, pieces=pieces, slowdown=device.overlap_slowdown
         )
-    plain = (t.data_overlap == 0) | (t.tau > 1)
-    return np.where(plain, reduce_s + gather_s, hidden_s)
+        data_s = data_s + np.where(beside & can, left_s, sent_s)
+    return data_s
 
 
-def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
-    """Return what it costs to start a collective for every further bucket; rings start slowly."""
-    t, device = columns.table, columns.device
+def _buckets(columns: Columns, parameters: Floats) -> Floats:
+    device = columns.device
     bucket = np.maximum(
         device.bucket_parameters, device.bucket_parameters_per_rank * columns.replicas
     )
-    buckets = np.ceil(parameters / bucket)
-    if device.messages_per_layer:
-        buckets = columns.each * device.messages_per_layer
-    buckets = np.where((t.data_overlap == 1) & (t.tau == 1), buckets, 1.0)
-    start_s = columns.time_s("all_gather", np.full(len(t), 1.0), "shard")
-    if device.messages_per_layer:  # each is reduced over the copies of its share, too
-        start_s = start_s + columns.time_s("all_reduce", np.full(len(t), 1.0), "replica")
-    return np.maximum(buckets - 1.0, 0.0) * start_s
+    buckets: Floats = np.ceil(parameters / bucket)
+    return buckets
+
+
+def _starts_s(columns: Columns, parameters: Floats) -> tuple[Floats, Floats]:
+    """Return what every further collective of gradients and of parameters costs to start.
+
+    Rings start slowly. In place of a gather, each rank that owns parameters broadcasts them.
+    """
+    t, device = columns.table, columns.device
+    one = np.ones(len(t))
+    beside = (t.data_overlap == 1) & (t.tau == 1)
+    buckets = np.maximum(_buckets(columns, parameters) - 1.0, 0.0)
+    reduced = np.where(beside & device.reduces_beside, buckets, 0.0)
+    start_s = columns.time_s("all_gather", one, "shard")
+    if not device.owned_per_layer:
+        gathered = np.where(beside & device.gathers_beside, buckets, 0.0)
+        return reduced * start_s, gathered * start_s
+    group = columns.group("shard")
+    owners = np.minimum(group.size, columns.each * device.owned_per_layer)
+    hop_s, reach = np.zeros(len(t)), 1
+    for tier in columns.fabric.tiers:  # NCCL counts every step of a broadcast as its slowest
+        hop_s = np.where((group.size - 1) * group.stride >= reach, tier.hop_s, hop_s)
+        reach = tier.gpus
+    steps_s = np.where(group.size > 1, owners * group.size * hop_s, 0.0)
+    return reduced * columns.time_s("all_reduce", one, "data"), steps_s
 
 
 def _tied_s(columns: Columns) -> Floats:
@@ -416,7 +439,8 @@ def _state_messages_s(columns: Columns, states: Floats) -> tuple[Floats, Floats]
         "all_gather", wide * states, "shard"
     )
     reduce_s = np.where(t.zero == 3, across_s, scatter_s + across_s)
-    reduce_s = np.where(t.zero == 0, columns.both_s("all_reduce", wide * states, "data"), reduce_s)
+    whole = (t.zero == 0) | ((t.zero == 1) & (device.owned_per_layer > 0))
+    reduce_s = np.where(whole, columns.both_s("all_reduce", wide * states, "data"), reduce_s)
     gather_s = columns.both_s("all_gather", columns.parameter_wire_bytes * states, "shard")
     return reduce_s, np.where((t.zero == 1) | (t.zero == 2), gather_s, 0.0)
 

@@ -63,8 +63,11 @@ class StackSpec:
         parameter_wire_bytes: Width of parameters when they are gathered.
         bucket_parameters: Parameters whose gradients travel together, beside compute.
         bucket_parameters_per_rank: The same for each rank of the group, where that is more.
-        messages_per_layer: Messages of a layer's gradients where each parameter travels by itself,
-            whatever its size; 0: in buckets.
+        owned_per_layer: Parameters of a layer where each has one owner (ZeRO-1 by parameter):
+            gradients are reduced over all replicas, and what an owner updated comes back in a
+            broadcast of its own. 0: every rank has a share of all.
+        reduces_beside: Gradients can travel beside backward, where a plan says so.
+        gathers_beside: Updated parameters can come back beside the next forward, where it does.
         optimizer_state_bytes: Bytes of optimizer states per parameter: master copy, moments.
         outer_state_bytes: Bytes that local updates hold per parameter: anchor, payload, and what
             else the rule needs; CO2 has a momentum.
@@ -133,7 +136,9 @@ class StackSpec:
     parameter_wire_bytes: float = 2.0
     bucket_parameters: float = 40e6
     bucket_parameters_per_rank: float = 1e6
-    messages_per_layer: float = 0.0
+    owned_per_layer: float = 0.0
+    reduces_beside: bool = True
+    gathers_beside: bool = True
     optimizer_state_bytes: float = 12.0
     outer_state_bytes: float = 12.0
     outer_owned_bytes: float = 0.0
