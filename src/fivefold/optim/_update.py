@@ -7,7 +7,9 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -61,7 +63,15 @@ class PieceStatistics:
 def all_finite(*parts: PieceStatistics) -> bool:
     """Return whether all elements that were looked at are finite; one wait for the device."""
     found = [torch.stack(part.extremes).isfinite().all() for part in parts if part.extremes]
-    return not found or bool(torch.stack(found).all())
+    return all(read_numbers(found))
+
+
+def read_numbers(values: Sequence[torch.Tensor]) -> list[Any]:
+    """Return 0-dimensional tensors of one data type as numbers; one wait for their device."""
+    if not values:
+        return []
+    found: list[Any] = torch.stack([value.to(values[0].device) for value in values]).tolist()
+    return found
 
 
 # Anchor and momentum must have the same bits on ranks with different processors. So every product
