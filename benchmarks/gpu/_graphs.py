@@ -80,5 +80,5 @@ GRAPHS = Stage(
         Metric(name=_SHARE, unit="ratio"),
         Metric(name=_RIGHT, unit="ratio", right=(0.2, 1.0)),  # of 8 classes: chance is 0.125
     ],
-    packages=("numpy", "pydantic", "numba", "scipy", "torch_geometric"),
+    packages=("numpy", "pydantic", "numba", "scipy", "pyarrow", "torch_geometric"),
 )

@@ -1,5 +1,6 @@
 """The run on a GPU: it names what hangs, crashes or is wrong, loses no row, and goes on later."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,10 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu._rows import RowFiles, read_rows
 from benchmarks.gpu._runner import Run
 from benchmarks.gpu._stages import STAGES
+from benchmarks.gpu._wheels import unpack_wheels
 from benchmarks.results_file import read_results
+
+import fivefold
 
 ROOT = Path(__file__).parents[2]
 FAKES = """
@@ -165,6 +170,104 @@ def test_who_ends_the_run_leaves_rows_and_no_process(fakes, tmp_path):
     assert not any(str(fakes.__file__).encode() in words for words in running)
 
 
+def in_child(fakes, folder, *, code=""):
+    """Start the slow stages in a child of its own; ``code`` runs in it first."""
+    code = f"import sys; sys.argv = ['fakes', 'run', {str(folder)!r}]\n{code}\n"
+    code += f"import runpy; runpy.run_path({str(fakes.__file__)!r}, run_name='__main__')"
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+
+
+def test_a_run_that_is_killed_leaves_its_rows_and_the_next_call_goes_on(fakes, tmp_path):
+    rows = tmp_path / "rows"
+    with in_child(fakes, rows) as parent:
+        deadline_s = time.monotonic() + 120
+        while time.monotonic() < deadline_s and not (rows.exists() and figures(rows, "s")):
+            time.sleep(0.05)
+        parent.kill()
+        parent.wait(timeout=60)
+    assert figures(rows, "s") == [1]
+    _, shown = run(fakes.SLOW[1:], rows)
+    assert statuses(rows) == {"t": "good"}
+    assert shown[-1] == "after: 1 good"
+
+
+FULL = """
+import errno, os
+flush, count = os.fsync, []
+def full(handle):
+    count.append(handle)
+    if len(count) > 3:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    flush(handle)
+os.fsync = full
+"""
+
+
+def test_a_full_disk_ends_the_run_with_a_message_and_no_process(fakes, tmp_path):
+    rows = tmp_path / "rows"
+    with in_child(fakes, rows, code=FULL) as parent:
+        assert parent.wait(timeout=120) == 1
+        said = parent.stderr.read()
+    assert said.startswith("error: [Errno 28] No space left on device\nhint: rows that are written")
+    assert [line["event"] for line in read_rows(rows)][:3] == ["machine", "begin", "row"]
+    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(str(fakes.__file__).encode() in words for words in running)
+
+
+def test_what_is_cut_at_any_byte_is_read_again(tmp_path):
+    files = RowFiles(tmp_path / "whole")
+    lines = [{"event": "row", "case": "ä", "value": number} for number in range(3)]
+    for line in lines:
+        files.write(line)
+    files.close()
+    whole = (tmp_path / "whole" / "rows-000.jsonl").read_bytes()
+    for size in range(len(whole)):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        (folder / "rows-000.jsonl").write_bytes(whole[:size])
+        kept = whole[:size].count(b"\n") + (whole[size : size + 1] == b"\n")
+        assert read_rows(folder) == lines[:kept]
+
+
+def test_minutes_that_are_too_few_for_a_step_leave_it_for_the_next_call(fakes, tmp_path):
+    good, shown = run(fakes.STAGES[:1], tmp_path, minutes=0.001)
+    assert not good
+    assert "not yet" in shown[-1]
+    assert set(statuses(tmp_path).values()) <= {"no time", "good"}  # the clock is no fault of it
+    assert run(fakes.STAGES[:1], tmp_path)[0]
+
+
+def test_a_checkout_that_is_not_installed_says_so(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert fivefold.__version__ == "not installed"
+
+
+def test_wheels_are_unpacked_for_what_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ValueError, match="has no wheels"):
+        unpack_wheels(tmp_path)
+    for name in ("carried-1.0-py3-none-any.whl", "numpy-0.1-py3-none-any.whl"):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr(f"{name.split('-')[0]}/__init__.py", "HERE = 7\n")
+    assert unpack_wheels(tmp_path) == ["carried-1.0-py3-none-any.whl"]  # numpy is installed
+    assert unpack_wheels(tmp_path) == ["carried-1.0-py3-none-any.whl"]
+    code = "import carried, numpy; print(carried.HERE, numpy.__version__ > '1')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert done.stdout == "7 True\n"
+    (tmp_path / "other-1.0-cp38-cp38-linux_x86_64.whl").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"other-1.0-cp38.* is of another Python than this one, 3"):
+        unpack_wheels(tmp_path)
+    (tmp_path / "other-1.0-cp38-cp38-linux_x86_64.whl").rename(tmp_path / "o-1-py3-none-any.whl")
+    with pytest.raises(ValueError, match=r"o-1-py3-none-any.whl is damaged"):
+        unpack_wheels(tmp_path)
+
+
 def test_results_are_made_of_the_rows(fakes, tmp_path, monkeypatch, capsys):
     assert results.main([str(tmp_path / "rows")]) == 1
     assert "has no rows of a run" in capsys.readouterr().err
@@ -196,6 +299,8 @@ def test_results_are_made_of_the_rows(fakes, tmp_path, monkeypatch, capsys):
         (["--only", "train", "--rows", "x"], "there is no stage 'train'"),
         ([], "--rows None"),
         (["--rows", "x", "--minutes", "0"], "--minutes 0.0"),
+        (["--rows", "/proc/rows"], "error: [Errno 2] No such file or directory: '/proc/rows'"),
+        (["--rows", "x", "--wheels", "none"], "error: none has no wheels"),
         (["--rows", "x", "--plant", "slow:training"], "--plant 'slow:training'"),
     ],
 )

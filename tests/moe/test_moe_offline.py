@@ -99,6 +99,7 @@ def looked_at(wanted=lambda _variant: True):
     return found
 
 
+SPILLED_ON_100 = {}
 RELEASE = r"(?:atom|red)\.global\.(?:gpu|sys)\.(?:release|acq_rel)"
 ACQUIRE = r"(?:ld|atom)\.global\.(?:gpu|sys)\.(?:acquire|acq_rel)"
 
@@ -141,6 +142,20 @@ def test_what_is_looked_at_by_day_is_compiled(version):
 @pytest.mark.parametrize("part", VARIANTS)
 def test_every_variant_is_looked_at(version, part):
     assert set(lines_by_variant(version, part)) == set(VARIANTS[part])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", INSTALLED)
+@pytest.mark.parametrize("part", VARIANTS)
+def test_every_variant_compiles_for_sm_100_onto_its_tensor_cores(version, part):
+    """By the compiler alone: nothing has run there. Its products are called UTC...MMA."""
+    found = lines_by_variant(version, "--capability", "100", part)
+    assert set(found) == set(VARIANTS[part])
+    for name, line in found.items():
+        assert line["spilled_bytes"] <= SPILLED_ON_100.get((version, name), 0), name
+        assert line["shared_bytes"] <= SHARED_LIMIT_BYTES, name
+        wanted = (FORWARD | BACKWARD | EXCHANGE).get(name)
+        assert any("UTC" in product for product in line["products"]) is (wanted is not None), name
 
 
 @pytest.mark.nightly
