@@ -53,6 +53,12 @@ def last_steps(rule, *shapes, dtype=torch.float32, between=lambda _: None, count
     return counts[-rule.tau :]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _first_of_all():
+    """Pay once for what torch imports for the first tensor without contents."""
+    last_steps(RULES["co2"], (2,))
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_small_tensors_are_merged_together_and_the_host_waits_once(rule):
     few = last_steps(rule, (8, 8), (8,))
