@@ -99,7 +99,14 @@ def looked_at(wanted=lambda _variant: True):
     return found
 
 
-SPILLED_ON_100 = {("3.6.0", "d_hidden, bf16, weights on the input"): 8}
+SPILLED_ON_100 = {
+    ("installed", "compact, fp32 swiglu in tf32, 4 virtual ranks"): 8,
+    ("installed", "8 ranks, bf16, backward: gather_kernel"): 8,
+    ("3.6.0", "d_hidden, bf16, weights on the input"): 8,
+    ("3.6.0", "compact, bf16 swiglu, 8 ranks"): 24,
+    ("3.6.0", "DeepSeek-V3, 8 ranks, with the gate"): 24,
+    ("3.6.0", "compact, fp32 swiglu in tf32, 4 virtual ranks"): 32,
+}
 RELEASE = r"(?:atom|red)\.global\.(?:gpu|sys)\.(?:release|acq_rel)"
 ACQUIRE = r"(?:ld|atom)\.global\.(?:gpu|sys)\.(?:acquire|acq_rel)"
 
