@@ -26,15 +26,18 @@ RULES = {
 }
 
 
-def last_steps(rule, *shapes, dtype=torch.float32, between=lambda _: None, counters=0, **options):
+def last_steps(rule, *shapes, dtype=torch.float32, counters=0, statistics=0, **options):
     """Return launches, waits and the largest fresh tensor's bytes of the last round's steps."""
     counts = []
+    between, after = (options.pop(name, lambda _: None) for name in ("between", "after"))
     options = {"check_every_rounds": 0} | options
     with pytest.MonkeyPatch.context() as patch, fake_gpu(patch) as gpu:
         model = parameters_on_gpu(*shapes, dtype=dtype)
         for number in range(counters):
             counter = torch.empty(9, dtype=torch.int32, device="cuda")
             model.register_buffer(f"counter{number}", counter)
+        for number in range(statistics):
+            model.register_buffer(f"mean{number}", torch.empty(9, dtype=dtype, device="cuda"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sync = optim.OuterSync(model, optimizer, rule=rule, transport=OneOfTwo(), **options)
         for _ in range(3 * rule.tau):
@@ -47,6 +50,7 @@ def last_steps(rule, *shapes, dtype=torch.float32, between=lambda _: None, count
                 gpu.forget()
                 for hook in [*optimizer._optimizer_step_pre_hooks.values()]:
                     hook(optimizer, (optimizer,), {})
+            after(model)
             sync.step()
             waits = len(gpu.waits) + gpu.log.count("host waits for compute")
             counts.append((gpu.launches.total(), waits, gpu.largest_bytes))
@@ -68,6 +72,23 @@ def test_small_tensors_are_merged_together_and_the_host_waits_once(rule):
     assert launches <= 45
     assert waits == 1
     assert many[:-1] == (rule.tau - 1) * [(0, 0, 0)]  # between boundaries nothing at all
+
+
+@pytest.mark.parametrize(("writes", "waits"), [("before", 1), ("after", 2)])
+def test_delayed_gradients_wait_once_for_gradients_and_buffers(writes, waits):
+    """A second time where a buffer was written behind the optimizer's step."""
+
+    def forward(model):
+        for buffer in model.buffers():
+            buffer.add_(1.0)
+
+    rule = RULES["delayed gradients"]
+    late = forward if writes == "after" else lambda _: None
+    *_, plain = last_steps(rule, (8, 8), (8,))
+    *_, few = last_steps(rule, (8, 8), (8,), between=forward, after=late, statistics=1)
+    *_, many = last_steps(rule, (8, 8), (8,), between=forward, after=late, statistics=6)
+    assert [plain[1], few[1], many[1]] == [1, waits, waits]
+    assert many[0] <= 70
 
 
 @pytest.mark.parametrize(
