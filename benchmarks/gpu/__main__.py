@@ -10,7 +10,8 @@ commands of ten minutes, call it three times with --minutes 9.
     python -m benchmarks.gpu --rows FOLDER --tiny        everything, tiny, on a processor
     python -m benchmarks.gpu.results FOLDER              results files of the rows
 
-Exit codes: 0 where all steps are done and were right, 1 for wrong arguments, 3 where not.
+Exit codes: 0 where all steps are done and were right (a peer that is not installed is left out by
+name), 1 for wrong arguments, 3 where not.
 """
 
 from __future__ import annotations

@@ -11,9 +11,11 @@ import time
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmarks.gpu import results
 from benchmarks.gpu.__main__ import main
+from benchmarks.gpu._graph_peers import Sampler
 from benchmarks.gpu._rows import RowFiles, read_rows
 from benchmarks.gpu._runner import Run
 from benchmarks.gpu._stages import STAGES
@@ -52,12 +54,15 @@ STAGES = [
                      "f": {"values": []}, "g": {"values": [3]}}),
     stage("third", {"h": {"values": [1]}}, packages=("no_such_package",)),
 ]
+PEERS = stage("peers", {name: {"values": [1]} for name in "uvw"})
+for part, packages in zip(PEERS.tiny, (["numpy"], ["no_peer"], ["no_peer or numpy"])):
+    object.__setattr__(part, "packages", packages)
 SLOW = [stage("slow", {"s": {"values": [1], "seconds": 30}})]
 SLOW += [stage("after", {"t": {"values": [1]}})]
 
 if __name__ == "__main__":
     if sys.argv[1] != "run":
-        sys.exit(next(s for s in STAGES + SLOW if s.key == sys.argv[1]).work(tiny=True))
+        sys.exit(next(s for s in STAGES + SLOW + [PEERS] if s.key == sys.argv[1]).work(tiny=True))
     from benchmarks.gpu import __main__ as command
     command.STAGES = SLOW
     sys.exit(command.main(["--tiny", "--rows", sys.argv[2]]))
@@ -114,6 +119,44 @@ def test_planted_faults_are_named_and_the_rows_before_them_kept(fakes, tmp_path)
     assert not good
     events = [line["event"] for line in read_rows(tmp_path / "rows")[before:]]
     assert events == ["machine", "stage"]
+
+
+def test_a_peer_that_is_not_installed_is_left_out_by_name_until_it_is(fakes, tmp_path):
+    for _ in range(2):
+        good, shown = run([fakes.PEERS], tmp_path / "rows")
+        assert good
+        assert statuses(tmp_path / "rows") == {"u": "good", "v": "left out", "w": "good"}
+        assert sum("peers / v: left out: not installed: no_peer" in line for line in shown) == 1
+    (counted, *_) = fakes.PEERS.rows([*read_rows(tmp_path / "rows")])
+    assert (counted.ours, counted.target, counted.met) == (2, 2, True)
+    object.__setattr__(fakes.PEERS.tiny[1], "packages", ["numpy"])
+    assert run([fakes.PEERS], tmp_path / "rows")[0]
+    assert statuses(tmp_path / "rows")["v"] == "good"
+
+
+def test_numpys_sampler_draws_in_neighbours_once_each_up_to_the_fan_out():
+    draw = np.random.default_rng(0)
+    counts = draw.integers(0, 9, 60)
+    indptr = np.concatenate([[0], counts.cumsum()])
+    rows = [draw.choice(60, count, replace=False) for count in counts]
+    sampler = Sampler(indptr, np.concatenate(rows), fanouts=(4, 2), batch_size=7)
+    seen, full = [], 0
+    for batch in sampler(np.arange(0, 60, 2)):
+        nodes = batch.nodes.numpy()
+        assert len(set(nodes)) == len(nodes)
+        seen += nodes[: batch.num_seeds].tolist()
+        frontier = set(nodes[: batch.num_seeds])
+        for fanout, edges in zip((4, 2), batch.edges, strict=True):
+            sources, targets = nodes[edges.numpy()]
+            for target in frontier:
+                mine = sources[targets == target]
+                assert set(mine) <= set(rows[target])
+                assert len(set(mine)) == len(mine) == min(fanout, counts[target])
+                full += len(mine) == fanout < counts[target]
+            assert set(targets) <= frontier
+            frontier = set(sources) - set(nodes[: batch.num_seeds])
+    assert sorted(seen) == [*range(0, 60, 2)]
+    assert full > 20  # where something was left
 
 
 def test_a_second_call_goes_on_where_the_first_ended(fakes, tmp_path):
@@ -370,11 +413,16 @@ def test_the_whole_command_runs_on_a_processor(tmp_path):
     ("fault", "status"), [("hang", "hung"), ("crash", "crashed"), ("wrong", "wrong")]
 )
 @pytest.mark.parametrize("stage", STAGES, ids=lambda s: s.key)
-def test_every_stage_names_a_planted_fault(stage, fault, status, tmp_path):
+def test_every_stage_names_a_planted_fault_and_goes_on(stage, fault, status, tmp_path):
+    rungs = stage.rungs(tiny=True)
+    first, *others = [rungs[number] for number in stage.order(rungs, tiny=True)]
     done = command("--tiny", "--rows", str(tmp_path), "--only", stage.key, "--plant",
-                   f"{fault}:{stage.key}", "--minutes", "50", "--step-s", "120")  # fmt: skip
+                   f"{fault}:{stage.key} / {first.name}", "--minutes", "50",
+                   "--step-s", "120")  # fmt: skip
     assert done.returncode == 3, done.stdout + done.stderr
-    assert status in statuses(tmp_path).values()
+    found = statuses(tmp_path)
+    assert found.pop(first.name) == status
+    assert found == {each.name: "left out" if each.absent else "good" for each in others}
     if stage.metrics:  # what was said before the fault, or is wrong, is kept
         assert any(line["event"] == "row" for line in read_rows(tmp_path))
 

@@ -40,6 +40,7 @@ from benchmarks.moe._gpu._timing import (
     time_training,
     time_tuned,
 )
+from benchmarks.moe._gpu._variants import TUNED, missing_peer
 
 __all__ = ["Step", "steps_of", "work"]
 
@@ -174,9 +175,11 @@ def _times_of_tuned(cases: list[Case], *, tiny: bool) -> list[Step]:
     """Steps beside those who tune themselves, last: each may take minutes."""
     return [
         Step(
-            rung="tuned", name=f"tuned / {case}", kind=kind_of(case), bounded=False,
-            run=partial(_timed, time_tuned, case), limit_s=45.0 if tiny else 200.0,
+            rung="tuned", name=f"tuned / {case}, beside {peer}", kind=kind_of(case), bounded=False,
+            run=partial(_timed, partial(time_tuned, peer), case), limit_s=45.0 if tiny else 200.0,
+            absent=missing_peer(peer, on_gpu=not tiny),
         )
+        for peer in TUNED
         for case in cases
         if case.activation == "swiglu" and case.target_flops_per_s is not None
     ]  # fmt: skip
