@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -397,18 +399,6 @@ def command(*words, timeout_s=3000):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_the_whole_command_runs_on_a_processor(tmp_path):
-    done = command("--tiny", "--rows", str(tmp_path / "rows"), "--minutes", "50")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert results.main([str(tmp_path / "rows"), "--out", str(tmp_path)]) == 0
-    for stage in STAGES:
-        rows = read_results(tmp_path / f"{stage.topic}.json").rows
-        assert all(row.met for row in rows if row.metric == "steps that were right")
-        assert len(rows) > 1
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("fault", "status"), [("hang", "hung"), ("crash", "crashed"), ("wrong", "wrong")]
 )
@@ -425,6 +415,56 @@ def test_every_stage_names_a_planted_fault_and_goes_on(stage, fault, status, tmp
     assert found == {each.name: "left out" if each.absent else "good" for each in others}
     if stage.metrics:  # what was said before the fault, or is wrong, is kept
         assert any(line["event"] == "row" for line in read_rows(tmp_path))
+
+
+GUIDE = ROOT / "docs" / "guides" / "gpu.md"
+
+
+def commands_of_guide():
+    blocks = re.findall(r"```console\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert all(line.startswith("$ python -m benchmarks.gpu") for line in lines)
+    return [shlex.split(line)[2:] for line in lines]
+
+
+def test_the_guides_command_lines_are_understood(monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runs = [words[2:] for words in commands_of_guide() if words[1] == "benchmarks.gpu"]
+    for words in runs:
+        assert main([*words, "--plan"]) == 0
+    assert capsys.readouterr().out.count("together") == len(runs) == 4
+    planted = [word for words in runs for word in words if word.startswith("hang:")]
+    steps = [f"{s.key} / {rung.name}" for s in STAGES for rung in s.rungs(tiny=True)]
+    assert sum(word.removeprefix("hang:") in step for word in planted for step in steps) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_the_guide_runs_as_printed_with_the_gpus_command_in_its_tiny_form(tmp_path):
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "carried-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("carried.py", "")
+    codes = []
+    for _, module, *words in commands_of_guide():
+        more = []
+        if "rows" in words:  # those of the GPU, and what is made of them
+            more = ["--out", "results"] if module.endswith("results") else ["--tiny"]
+        if "--wheels" in words:
+            more += ["--only", "quality"]
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words, *more], cwd=tmp_path, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+            timeout=3000, check=False,
+        )  # fmt: skip
+        codes.append((done.returncode, done.stdout + done.stderr))
+    assert [code for code, _ in codes] == [0, 0, 0, 3, 0, 0], codes
+    assert set(statuses(tmp_path / "rows-dry").values()) == {"good", "left out"}
+    assert sorted(statuses(tmp_path / "rows-fault").values()) == ["good", "good", "hung"]
+    for stage in STAGES:
+        rows = read_results(tmp_path / "results-dry" / f"{stage.topic}.json").rows
+        assert all(row.met for row in rows if row.metric == "steps that were right")
+        assert len(rows) > 1
 
 
 def test_the_command_itself_needs_the_standard_library_only(tmp_path):
