@@ -453,7 +453,8 @@ def test_the_guide_runs_as_printed_with_the_gpus_command_in_its_tiny_form(tmp_pa
         if "--wheels" in words:
             more += ["--only", "quality"]
         done = subprocess.run(
-            [sys.executable, "-m", module, *words, *more], cwd=tmp_path, capture_output=True, text=True,
+            [sys.executable, "-m", module, *words, *more],
+            cwd=tmp_path, capture_output=True, text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
             timeout=3000, check=False,
         )  # fmt: skip
