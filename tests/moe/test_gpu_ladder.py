@@ -141,7 +141,7 @@ def test_needs_torch_and_triton_only():
     assert len(set(names)) == len(names) > 150
     for programs in (1, 2, 16, 132):
         assert f"fused / bf16 / usual / {programs} programs" in names
-    for rung in (*RUNGS, "timing", "training", "sweep"):
+    for rung in (*RUNGS, "timing", "timeline", "training", "sweep", "tuned"):
         assert any(name.startswith(rung) for name in names), rung
     assert sum(name.startswith("sweep") for name in names) >= 3 * 16
 
@@ -174,6 +174,19 @@ def test_kernels_one_by_one_in_the_interpreter_with_one_that_is_wrong(tmp_path):
     results = json.loads(out.read_text())
     assert results["topic"] == "moe/gpu"
     assert any(row["met"] is False for row in results["rows"])
+
+
+@pytest.mark.nightly
+def test_a_timeline_of_tickets_shows_the_phases_in_their_order():
+    done = ladder("--interpret", "--rungs", "timeline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    at = {line["metric"]: line["value"] for line in lines if line["event"] == "row"}
+    names = ("chunks counted", "first products", "second products", "tickets")
+    shares = [at[f"{name}: all seen at"] for name in names]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] < 1
+    assert at["tickets that went back"] == 0
 
 
 @pytest.mark.nightly

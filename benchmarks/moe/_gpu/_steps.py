@@ -30,6 +30,7 @@ from benchmarks.moe._gpu._cases import (
 )
 from benchmarks.moe._gpu._rungs import BACKWARD
 from benchmarks.moe._gpu._rungs import RUNGS as ONE_PROCESS
+from benchmarks.moe._gpu._timeline import time_line
 from benchmarks.moe._gpu._timing import (
     SWEPT,
     SWEPT_BACKWARD,
@@ -162,6 +163,13 @@ def _times(*, tiny: bool) -> list[Step]:
                 )
             )  # fmt: skip
     swept = [tiny_case(case) for case in swept_cases()[:1]] if tiny else swept_cases()
+    found += [
+        Step(
+            rung="timeline", name=f"timeline / {case}", kind=kind_of(case), needs=("fused",),
+            run=partial(_timed, time_line, case), bounded=False,
+        )
+        for case in (swept if tiny else cases[:3])
+    ]  # fmt: skip
     for case in swept:
         for number, (tiles, more) in enumerate(SWEPT[:2] if tiny else SWEPT):
             if case.gated and tiles.columns > 128:  # two such tiles are more than there is room for
