@@ -48,6 +48,7 @@ class Rung:
         needs: Backends that must not have failed in this kind.
         limit_s: Longest time.
         alone: Whether the child ends after it.
+        absent: Why it cannot be done here, such as a package that is not installed; or "".
     """
 
     rung: str
@@ -57,6 +58,7 @@ class Rung:
     needs: tuple[str, ...] = ()
     limit_s: float = 25.0
     alone: bool = False
+    absent: str = ""
 
 
 _Step = TypeVar("_Step", bound=Rung)
@@ -168,7 +170,7 @@ def climb(
         order: Numbers of the steps in the order in which they are run; None: all as they are.
 
     Returns:
-        Whether all that was chosen was run and right.
+        Whether all that was chosen, and can be done here, was run and right.
     """
     ladder = _Ladder(command, limits, say)
     try:
@@ -183,7 +185,7 @@ def climb(
         ladder.close()
     counts = ladder.counts
     say({"event": "summary", **counts, "disqualified": ladder.failed_by_name()})
-    return set(counts) <= {"good"}
+    return set(counts) <= {"good", "left out"}
 
 
 class _Ladder:
@@ -204,7 +206,7 @@ class _Ladder:
         """Run a step, or say why not."""
         reason = self._reason_not_to(step)
         if reason is not None:
-            self._finish(step, "skipped", reason=reason)
+            self._finish(step, "left out" if step.absent else "skipped", reason=reason)
             return
         if time.monotonic() > self._end_s:
             budget = f"the budget of {self._limits.budget_s:.0f} s is used up"
@@ -248,6 +250,8 @@ class _Ladder:
     _control_shown = False
 
     def _reason_not_to(self, step: Rung) -> str | None:
+        if step.absent:
+            return step.absent
         for backend in step.needs:
             before = self._failed.get((backend, step.kind))
             if before is not None:

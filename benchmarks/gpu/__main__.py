@@ -5,12 +5,13 @@ or is wrong is named and left; every row is on the disk at once, in files of at 
 call with the same folder goes on where the last ended, however it ended: where a machine takes
 commands of ten minutes, call it three times with --minutes 9.
 
-    python -m benchmarks.gpu --rows FOLDER --minutes 28
+    python -m benchmarks.gpu --rows FOLDER --minutes 28 [--wheels FOLDER]
     python -m benchmarks.gpu --plan [--json]             the stages; nothing is run
     python -m benchmarks.gpu --rows FOLDER --tiny        everything, tiny, on a processor
     python -m benchmarks.gpu.results FOLDER              results files of the rows
 
-Exit codes: 0 where all steps are done and were right, 1 for wrong arguments, 3 where not.
+Exit codes: 0 where all steps are done and were right (a peer that is not installed is left out by
+name), 1 for wrong arguments, 3 where not.
 """
 
 from __future__ import annotations
@@ -25,9 +26,14 @@ from pathlib import Path
 from benchmarks.gpu._runner import Run, plan_table
 from benchmarks.gpu._stage import Stage
 from benchmarks.gpu._stages import STAGES
+from benchmarks.gpu._wheels import unpack_wheels
 from benchmarks.ladder import put_checkout_first
 
 _FAULTS = ("hang", "wrong", "crash")
+_HINT = (
+    "rows that are written are kept; give --rows a folder with room that may be written, --wheels "
+    "one of `pip download --only-binary :all: --python-version` of this Python, and call it again"
+)
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -37,6 +43,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=28.0, help="all the time there is")
     parser.add_argument("--step-s", type=float, help="longest time of a step, for all of them")
     parser.add_argument("--rows", type=Path, help="folder of the rows")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels of what is not installed")
     parser.add_argument("--only", default="", help="only these stages, separated by commas")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a processor")
     parser.add_argument("--plan", action="store_true", help="show the stages and run nothing")
@@ -95,7 +102,7 @@ def main(words: list[str]) -> int:
     if options.plan:
         _show_plan(stages, as_json=options.json)
         return 0
-    kind, _, place = options.plant.partition(":")
+    kind = options.plant.partition(":")[0]
     if options.rows is None or options.minutes <= 0 or (options.plant and kind not in _FAULTS):
         sys.stderr.write(
             f"error: --rows {options.rows}, --minutes {options.minutes}, --plant {options.plant!r} "
@@ -104,6 +111,17 @@ def main(words: list[str]) -> int:
         )
         return 1
     signal.signal(signal.SIGTERM, _end)
+    try:
+        return _run(stages, options)
+    except (OSError, ValueError) as reason:
+        sys.stderr.write(f"error: {reason}\nhint: {_HINT}\n")
+        return 1
+
+
+def _run(stages: list[Stage], options: argparse.Namespace) -> int:
+    if options.wheels is not None:
+        print(f"from wheels: {len(unpack_wheels(options.wheels))} packages", flush=True)
+    kind, _, place = options.plant.partition(":")
     run = Run(
         stages,
         options.rows,

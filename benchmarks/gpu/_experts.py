@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["EXPERTS"]
 
 # What no run has answered yet comes first; a kernel is checked before it is timed.
-_ORDER = ("machine", "whole backward", "training", "fused", "timing", "launches", "exchange")
+_ORDER = (
+    *("machine", "whole backward", "training", "fused", "timing", "timeline"),
+    *("launches", "exchange", "two ranks"),
+)
 _LAST = ("sweep", "tuned")
-_SHOWN_WHEN_TINY = ("machine", "combine")
+_SHOWN_WHEN_TINY = ("machine", "combine", "timeline", "two ranks", "tuned")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,6 @@ TESTS = Stage(
         )
     ],
     metrics=[Metric(name=_FAILED, unit="tests", right=(0.0, 0.0))],
-    packages=("numpy", "pydantic", "pytest", "hypothesis"),
+    packages=("numpy", "pydantic", "pytest", "pytest_timeout", "hypothesis"),
     alone=True,
 )  # fmt: skip

@@ -19,6 +19,7 @@ _STEP_ERROR, _MEMORY_ERROR = "error of the predicted step", "error of the predic
 _STEP, _PREDICTED = "step", "predicted step"
 _MEMORY, _PREDICTED_MEMORY = "memory", "predicted memory"
 _PLAIN, _RATE = "step of plain PyTorch", "model FLOP in a second"
+_SHARE = "model FLOP in a second, share of the device's peak"
 _LEARNS = "loss at the end over loss at the begin"
 _SMALL = {"layers": 13, "width": 896, "heads": 14}  # 126 M
 _LARGE = {"layers": 28, "width": 1024, "heads": 16}  # 353 M
@@ -126,12 +127,16 @@ def _train(report: Report, sizes: Mapping[str, Any]) -> None:
     report.row(_MEMORY, memory_bytes)
     report.row(_MEMORY_ERROR, abs(predicted.memory.total_bytes / memory_bytes - 1))
     tokens = sizes["batch_size"] * sizes["sequence_length"]
-    report.row(_RATE, 6 * model.num_parameters * tokens / step_s)
-    _beside(report, sizes, model)
+    flops = 6 * model.num_parameters * tokens
+    report.row(_RATE, flops / step_s)
+    plain_s = _beside(report, sizes, model)
+    peak = _base(sizes["device"]).device.peak_matrix_flops(dtype=sizes["precision"])
+    peers = {"plain PyTorch": flops / plain_s / peak} if plain_s else {}
+    report.row(_SHARE, flops / step_s / peak, peers=peers)
 
 
-def _beside(report: Report, sizes: Mapping[str, Any], model: Any) -> None:
-    """Time the same shape in plain PyTorch."""
+def _beside(report: Report, sizes: Mapping[str, Any], model: Any) -> float:
+    """Time the same shape in plain PyTorch; return the seconds of a step, 0 where it cannot."""
     import torch  # noqa: PLC0415 - not in the parent
 
     from benchmarks.strategy.one_gpu import Case, try_case  # noqa: PLC0415
@@ -141,8 +146,10 @@ def _beside(report: Report, sizes: Mapping[str, Any], model: Any) -> None:
         states="autocast" if sizes["precision"] == "bf16" else "bf16",
     )  # fmt: skip
     found = try_case(case, torch.device(sizes["device"]))
-    for value in found.get("steps_s", []):
+    steps_s = found.get("steps_s", [])
+    for value in steps_s:
         report.row(_PLAIN, value)
+    return statistics.median(steps_s) if steps_s else 0.0
 
 
 def _part(name: str, profiled: Mapping[str, Any], trained: Mapping[str, Any], **more: Any) -> Part:
@@ -174,6 +181,7 @@ TRAINER = Stage(
         Metric(name=_MEMORY, unit="bytes"),
         Metric(name=_MEMORY_ERROR, unit="ratio", target=0.05, at_least=False),
         Metric(name=_RATE, unit="FLOP/s"),
+        Metric(name=_SHARE, unit="ratio", right=(1e-9, 1.0)),
         Metric(name=_PLAIN, unit="s"),
         Metric(name=_LEARNS, unit="ratio", right=(0.0, 1.0)),
     ],

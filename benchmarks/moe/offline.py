@@ -107,12 +107,14 @@ NOBODY = Backend(  # computes the experts between the two halves of a one-sided 
 FUSED = replace(NOBODY, name="fused")  # one launch; asked of no device
 
 
-class Hopper:
+class Absent:
     """As much of a driver as a compilation needs."""
 
+    capability = 90  # of an H100 or H200; 100 of a B200 or GB200
+
     def get_current_target(self) -> GPUTarget:
-        """Return an H100 or H200."""
-        return GPUTarget("cuda", 90, 32)
+        """Return the GPU that is compiled for."""
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         """Return the only one."""
@@ -138,7 +140,7 @@ def compiled_instead() -> Iterator[list[tuple[str, Any]]]:
         found.append((kernel.__name__, made))
 
     start = triton.JITFunction.run
-    driver.set_active(Hopper())
+    driver.set_active(Absent())
     with (
         mock.patch.object(triton.JITFunction, "run", run),
         mock.patch.object(launches, "multiprocessors", return_value=132),
@@ -172,7 +174,9 @@ def show(name: str, kernel: Any) -> None:
         "shared_bytes": int(kernel.metadata.shared),
         "instructions": Counter(instruction.split(".")[0] for instruction in instructions),
         "moved": sorted({i for i in instructions if i.startswith(("LDG.E", "STG.E"))}),
-        "products": sorted({i for i in instructions if i.startswith(("HGMMA", "HMMA"))}),
+        "products": sorted(
+            {i for i in instructions if i.startswith(("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA"))}
+        ),
         "ptx": kernel.asm["ptx"],
     }
     sys.stdout.write(json.dumps(line) + "\n")
@@ -343,7 +347,9 @@ def main() -> None:
     parser.add_argument("--triton", action="append", default=[], help="folder of another triton")
     parser.add_argument("--part", dest="of_table", action="append", choices=PARTS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/moe/compiled.json"))
+    parser.add_argument("--capability", type=int, choices=(90, 100), default=90)
     given = parser.parse_args()
+    Absent.capability = given.capability
     unknown = {*given.parts} - {*PARTS, "table"}
     if unknown or not (given.parts or given.quick):
         parser.error(f"parts are {', '.join(PARTS)}; or table alone; got {given.parts}")

@@ -51,7 +51,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":  # whose reading costs as much as starting Python does
-        return str(importlib.import_module("importlib.metadata").version("fivefold"))
+        metadata = importlib.import_module("importlib.metadata")
+        try:
+            return str(metadata.version("fivefold"))
+        except metadata.PackageNotFoundError:
+            return "not installed"  # a checkout on the path
     if name in __all__:
         return importlib.import_module(f"fivefold.{name}")
     raise AttributeError(f"module 'fivefold' has no attribute {name!r}")

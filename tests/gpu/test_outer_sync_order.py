@@ -12,7 +12,7 @@ import torch
 
 from fivefold import optim
 from fivefold.errors import FivefoldError
-from fivefold.optim._comm_thread import _Handover
+from fivefold.optim._comm_thread import Handover
 from fivefold.optim._metadata import Metadata
 from fivefold.optim.codecs import named_codec
 from fivefold.testing import run_processes
@@ -51,8 +51,8 @@ DELAYS = {
     "the host's copy is written late": (Metadata, "fetch"),
 }
 FAULTS = {
-    "what is sent is written late": (_Handover, "entered", entered_without_a_wait),
-    "the sum is written late": (_Handover, "hold_current_streams", lambda _: None),
+    "what is sent is written late": (Handover, "entered", entered_without_a_wait),
+    "the sum is written late": (Handover, "hold_current_streams", lambda _: None),
     "the host's copy is written late": (torch.cuda.Event, "query", lambda _: True),
 }
 

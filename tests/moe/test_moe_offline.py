@@ -99,6 +99,14 @@ def looked_at(wanted=lambda _variant: True):
     return found
 
 
+SPILLED_ON_100 = {
+    ("installed", "compact, fp32 swiglu in tf32, 4 virtual ranks"): 8,
+    ("installed", "8 ranks, bf16, backward: gather_kernel"): 8,
+    ("3.6.0", "d_hidden, bf16, weights on the input"): 8,
+    ("3.6.0", "compact, bf16 swiglu, 8 ranks"): 24,
+    ("3.6.0", "DeepSeek-V3, 8 ranks, with the gate"): 24,
+    ("3.6.0", "compact, fp32 swiglu in tf32, 4 virtual ranks"): 32,
+}
 RELEASE = r"(?:atom|red)\.global\.(?:gpu|sys)\.(?:release|acq_rel)"
 ACQUIRE = r"(?:ld|atom)\.global\.(?:gpu|sys)\.(?:acquire|acq_rel)"
 
@@ -141,6 +149,22 @@ def test_what_is_looked_at_by_day_is_compiled(version):
 @pytest.mark.parametrize("part", VARIANTS)
 def test_every_variant_is_looked_at(version, part):
     assert set(lines_by_variant(version, part)) == set(VARIANTS[part])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", INSTALLED)
+@pytest.mark.parametrize("part", VARIANTS)
+def test_every_variant_compiles_for_sm_100_onto_its_tensor_cores(version, part):
+    """By the compiler alone: nothing has run there. Its products are called UTC...MMA."""
+    found = lines_by_variant(version, "--capability", "100", part)
+    assert set(found) == set(VARIANTS[part])
+    for name, line in found.items():
+        assert line["spilled_bytes"] <= SPILLED_ON_100.get((version, name), 0), name
+        assert line["shared_bytes"] <= SHARED_LIMIT_BYTES, name
+        multiplies = name in {"first_kernel", "second_kernel"} or (
+            (FORWARD | BACKWARD | EXCHANGE).get(name) is not None
+        )
+        assert any("UTC" in product for product in line["products"]) is multiplies, name
 
 
 @pytest.mark.nightly

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from fivefold.errors import CommunicationError
+from fivefold.optim import transport
 from fivefold.optim._boundary_clock import BoundaryClock
-from fivefold.optim._comm_thread import CommunicationThread
+from fivefold.optim._comm_thread import CommunicationThread, Handover
 from fivefold.train._step import StepRunner
 
 
-class Handover:
+class StandIn:
     """Of a job with CUDA tensors."""
 
     def __init__(self):
@@ -40,8 +41,8 @@ class Handover:
 @pytest.mark.parametrize("at_once", [True, False], ids=["nccl", "gloo"])
 def test_with_nccl_the_training_thread_issues_all_collectives(monkeypatch, at_once):
     """One launch order beside FSDP's collectives, and the host does not wait for the work."""
-    handover, seen = Handover(), []
-    monkeypatch.setattr(CommunicationThread, "_handover", lambda *_: handover)
+    handover, seen = StandIn(), []
+    monkeypatch.setattr(Handover, "of", lambda *_: handover)
     thread = CommunicationThread(rank=0, issues_at_once=at_once)
     job = thread.submit(lambda: seen.append(threading.current_thread()), tensors=(), what="a sum")
     job.wait()
@@ -50,7 +51,7 @@ def test_with_nccl_the_training_thread_issues_all_collectives(monkeypatch, at_on
     assert job.completed_at_s is None  # the work is still under way
     handover.ended.set()
     done = threading.Event()
-    monkeypatch.setattr(CommunicationThread, "_handover", lambda *_: None)
+    monkeypatch.setattr(Handover, "of", lambda *_: None)
     thread.submit(done.set, tensors=(), what="the next").wait()
     assert done.is_set()
     assert job.completed_at_s is not None
@@ -61,9 +62,9 @@ def test_a_failed_job_that_was_issued_at_once_breaks_the_next(monkeypatch):
         message = "peer closed"
         raise RuntimeError(message)
 
-    handover = Handover()
+    handover = StandIn()
     handover.ended.set()
-    monkeypatch.setattr(CommunicationThread, "_handover", lambda *_: handover)
+    monkeypatch.setattr(Handover, "of", lambda *_: handover)
     thread = CommunicationThread(rank=2, issues_at_once=True)
     with pytest.raises(CommunicationError, match="rank 2: a sum failed: peer closed"):
         thread.submit(fail, tensors=(), what="a sum").wait()
@@ -81,6 +82,33 @@ def test_the_communication_thread_uses_this_ranks_device(monkeypatch):
     thread = CommunicationThread(rank=0)
     thread.submit(lambda: chosen.append("run"), tensors=(), what="a comparison").wait()
     assert chosen == [3, "run"]
+
+
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_sums_of_nccl_leave_the_multiprocessors_to_the_steps(monkeypatch, backends):
+    """What travels behind a whole round is not to hold more of the GPU than it needs."""
+    made = []
+    options = SimpleNamespace(config=SimpleNamespace(max_ctas=None), is_high_priority_stream=True)
+    nccl = SimpleNamespace(Options=lambda: options)
+    for name, value in {
+        "is_initialized": lambda: True,
+        "is_nccl_available": lambda: True,
+        "get_backend_config": lambda *_: backends,
+        "ProcessGroupNCCL": nccl,
+        "get_process_group_ranks": lambda _: [0, 1],
+        "get_rank": lambda *_: 0,
+        "new_group": lambda *_, **how: made.append(how),
+    }.items():
+        monkeypatch.setattr(torch.distributed, name, value, raising=False)
+    monkeypatch.setattr(transport, "as_group", lambda group, **_: group)
+    transport.ProcessGroupTransport(None, timeout_s=7.0)
+    if "nccl" not in backends:
+        assert made[0]["pg_options"] is None
+        return
+    assert made[0]["pg_options"] is options
+    assert options.config.max_ctas == 8
+    assert not options.is_high_priority_stream
+    assert options._timeout == made[0]["timeout"]  # or torch would warn, and take its own
 
 
 class Device:

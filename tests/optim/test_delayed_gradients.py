@@ -197,6 +197,37 @@ def test_a_rank_whose_parameters_are_damaged_is_named():
         run_world(2, work)
 
 
+@pytest.mark.parametrize("when", ["forward", "after the step"])
+def test_a_rank_whose_buffers_are_damaged_is_left_out(when, caplog):
+    """Whether it is before the optimizer's step, where gradients are looked at, or behind it."""
+
+    def work(transport):
+        model = torch.nn.Module()
+        model.register_parameter("p", torch.nn.Parameter(torch.ones(3)))
+        model.register_buffer("mean", torch.ones(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        for step in range(6):
+            damaged = (transport.rank, step) == (1, 3)
+            model.p.grad = torch.ones(3)
+            model.mean.add_(1.0)
+            if damaged and when == "forward":
+                model.mean.fill_(float("nan"))
+            optimizer.step()
+            if damaged and when != "forward":
+                model.mean.fill_(float("nan"))
+            sync.step()
+        sync.finalize()
+        return model.p.detach(), model.mean
+
+    (p, mean), (other_p, other_mean) = run_world(2, work)
+    assert caplog.text.count("not-a-number or infinity in round 3: rank 1 in mean; the round") == 2
+    assert torch.equal(p, other_p)
+    assert torch.equal(mean, other_mean)
+    assert p.isfinite().all()
+    assert mean.isfinite().all()
+
+
 def test_misuse_is_refused():
     def work(transport):
         model = parameters()

@@ -53,16 +53,18 @@ def both_ways(monkeypatch, rule):
     """What rank 0 and rank 1 have, with the outer state beside the parameters and staged."""
     beside = run_world(2, lambda t: train(t, rule, outer_device="same"))
     staged = []
-    plain_copy = torch.Tensor.copy_
+    plain_copy = torch._foreach_copy_
 
-    def counted(self, *args, **kwargs):
-        staged.append(self.numel())
-        return plain_copy(self, *args, **kwargs)
+    def counted(to, *args, **kwargs):
+        staged.append(sum(view.numel() for view in to))
+        return plain_copy(to, *args, **kwargs)
 
     monkeypatch.setattr(_flat, "_STAGE_ALWAYS", True)
-    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    monkeypatch.setattr(_flat, "_DEVICE_PIECE_ELEMENTS", 300_000)
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
     apart = run_world(2, lambda t: train(t, rule, outer_device="cpu"))
-    assert staged.count(_flat._CPU_PIECE_ELEMENTS) > 20  # the stage was really taken, in pieces
+    assert staged.count(300_000) > 20  # the stage was really taken, of the weight in two parts
+    assert max(staged) == 300_000
     return [pair for ranks in zip(beside, apart, strict=True) for pair in zip(*ranks, strict=True)]
 
 

@@ -13,6 +13,8 @@ from benchmarks.results_file import BenchmarkRow, write_results
 __all__ = ["convert", "rows_of"]
 
 _CALLED = {"split": "ours in five launches"}
+_TIMED = {"timing", "training", "sweep", "sweep backward", "tuned", "timeline"}
+_NOT_CHECKED = _TIMED | {"machine", ""}
 
 
 def convert(source: Path, target: Path | None) -> int:
@@ -47,7 +49,8 @@ def rows_of(lines: Sequence[dict[str, Any]]) -> list[BenchmarkRow]:
     Args:
         lines: All that the ladder said.
     """
-    return [*_checks(lines), *_ceilings(lines), *_times(lines), *_swept(lines)]
+    made = (_checks, _ceilings, _times, _timelines, _swept)
+    return [row for make in made for row in make(lines)]
 
 
 def _checks(lines: Sequence[dict[str, Any]]) -> Iterator[BenchmarkRow]:
@@ -56,7 +59,7 @@ def _checks(lines: Sequence[dict[str, Any]]) -> Iterator[BenchmarkRow]:
     shares: dict[tuple[str, str], float] = {}
     for line in lines:
         rung, *others = line.get("step", "").split(" / ")
-        if rung in {"timing", "training", "sweep", "sweep backward", "tuned", "machine", ""}:
+        if rung in _NOT_CHECKED:
             continue
         place = rung, others[0]
         if line["event"] == "step":
@@ -110,6 +113,15 @@ def _times(lines: Sequence[dict[str, Any]]) -> Iterator[BenchmarkRow]:
                 case=case, metric=f"{what}, the host's time", unit="ms", ours=1e3 * ours["host_s"],
                 peers={_CALLED.get(n, n): 1e3 * line["host_s"] for n, line in named.items()},
             )  # fmt: skip
+
+
+def _timelines(lines: Sequence[dict[str, Any]]) -> Iterator[BenchmarkRow]:
+    for line in lines:
+        rung, _, case = line.get("step", "").partition(" / ")
+        if line["event"] == "row" and rung == "timeline" and "found" in line:
+            yield BenchmarkRow(
+                case=case, metric=line["metric"], unit=line["unit"], ours=line["value"]
+            )
 
 
 def _swept(lines: Sequence[dict[str, Any]]) -> Iterator[BenchmarkRow]:

@@ -8,7 +8,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from benchmarks.moe._gpu._cases import (
     timed_cases,
     tiny_case,
 )
-from benchmarks.moe._gpu._rungs import BACKWARD, RUNGS
+from benchmarks.moe._gpu._rungs import BACKWARD
+from benchmarks.moe._gpu._rungs import RUNGS as ONE_PROCESS
+from benchmarks.moe._gpu._timeline import time_line
 from benchmarks.moe._gpu._timing import (
     SWEPT,
     SWEPT_BACKWARD,
@@ -40,10 +42,13 @@ from benchmarks.moe._gpu._timing import (
     time_training,
     time_tuned,
 )
+from benchmarks.moe._gpu._two_ranks import two_ranks
+from benchmarks.moe._gpu._variants import TUNED, missing_peer
 
 __all__ = ["Step", "steps_of", "work"]
 
 PROGRAMS = (1, 2, 16, 132)
+_RUNGS = ONE_PROCESS | {"two ranks": two_ranks}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,7 @@ def _checked(rung: str, case: Case, backend: str, parameter: int = 0, note: str 
     name = " / ".join(filter(None, (rung, kind, case.name, note)))
 
     def run(bench: Bench, _allowed: set[str]) -> None:
-        RUNGS[rung](case, bench, parameter)
+        _RUNGS[rung](case, bench, parameter)
 
     return Step(rung=rung, name=name, backend=backend, kind=kind, run=run, needs=(backend,))
 
@@ -122,9 +127,21 @@ def _checks(*, tiny: bool) -> list[Step]:
             found.append(_checked("backward", case, "backward", number, what))
         whole = cases if kind == "bf16" else (usual,)
         found += [_checked("whole backward", of_kind(c, kind), "backward") for c in whole]
-    for case, ranks in exchanged_cases(tiny=tiny):
-        found.append(_checked("exchange", case, "exchange", ranks, f"{ranks} virtual ranks"))
-    return found
+    return found + _exchanges(tiny=tiny)
+
+
+def _exchanges(*, tiny: bool) -> list[Step]:
+    cases = exchanged_cases(tiny=tiny)
+    virtual = [
+        _checked("exchange", case, "exchange", ranks, f"{ranks} virtual ranks")
+        for case, ranks in cases
+    ]
+    real = [
+        replace(_checked("two ranks", case, "exchange", 2, "in two processes"), limit_s=90.0)
+        for case, ranks in cases
+        if ranks == 2
+    ]
+    return virtual + real
 
 
 def _times(*, tiny: bool) -> list[Step]:
@@ -146,6 +163,13 @@ def _times(*, tiny: bool) -> list[Step]:
                 )
             )  # fmt: skip
     swept = [tiny_case(case) for case in swept_cases()[:1]] if tiny else swept_cases()
+    found += [
+        Step(
+            rung="timeline", name=f"timeline / {case}", kind=kind_of(case), needs=("fused",),
+            run=partial(_timed, time_line, case), bounded=False,
+        )
+        for case in (swept if tiny else cases[:3])
+    ]  # fmt: skip
     for case in swept:
         for number, (tiles, more) in enumerate(SWEPT[:2] if tiny else SWEPT):
             if case.gated and tiles.columns > 128:  # two such tiles are more than there is room for
@@ -174,9 +198,11 @@ def _times_of_tuned(cases: list[Case], *, tiny: bool) -> list[Step]:
     """Steps beside those who tune themselves, last: each may take minutes."""
     return [
         Step(
-            rung="tuned", name=f"tuned / {case}", kind=kind_of(case), bounded=False,
-            run=partial(_timed, time_tuned, case), limit_s=45.0 if tiny else 200.0,
+            rung="tuned", name=f"tuned / {case}, beside {peer}", kind=kind_of(case), bounded=False,
+            run=partial(_timed, partial(time_tuned, peer), case), limit_s=45.0 if tiny else 200.0,
+            absent=missing_peer(peer, on_gpu=not tiny),
         )
+        for peer in TUNED
         for case in cases
         if case.activation == "swiglu" and case.target_flops_per_s is not None
     ]  # fmt: skip

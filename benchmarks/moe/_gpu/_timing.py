@@ -120,9 +120,9 @@ def _usable(
     return usable, [name for name in usable if name in OUR_BACKENDS]
 
 
-def time_tuned(case: Case, bench: Bench, allowed: set[str]) -> None:
-    """Do ``time_case`` with those who tune themselves first."""
-    time_case(case, bench, allowed, tuned_variants(case, bench.device))
+def time_tuned(peer: str, case: Case, bench: Bench, allowed: set[str]) -> None:
+    """Do ``time_case`` with one who tunes itself first."""
+    time_case(case, bench, allowed, tuned_variants(case, bench.device, peer))
 
 
 def time_case(

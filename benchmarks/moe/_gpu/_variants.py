@@ -18,7 +18,9 @@ __all__ = [
     "LIGER",
     "OURS",
     "OUR_BACKENDS",
+    "TUNED",
     "Variant",
+    "missing_peer",
     "missing_variants",
     "tuned_variants",
     "variants_of",
@@ -28,6 +30,8 @@ __all__ = [
 OURS = "fused"
 LIGER = "Liger-Kernel"
 SONIC = "SonicMoE"
+TUNED = {LIGER: "liger_kernel", SONIC: "sonicmoe"}
+"""Modules of those who tune themselves, by name."""
 OUR_BACKENDS = (OURS, "split")
 Variant = Callable[[Operands], torch.Tensor]
 
@@ -62,18 +66,22 @@ def variants_of(case: Case, device: torch.device, *, compiler: str | None) -> di
     return found
 
 
-def tuned_variants(case: Case, device: torch.device) -> dict[str, Variant]:
-    """Return ours, and who tunes itself for minutes at its first call, by name."""
+def missing_peer(name: str, *, on_gpu: bool) -> str:
+    """Return why a peer that tunes itself cannot take part; or ""."""
+    module = TUNED[name]
+    if importlib.util.find_spec(module) is None:
+        return f"not installed: pip install {_PACKAGES[module]}"
+    return "" if on_gpu else "it runs on a GPU only"
+
+
+def tuned_variants(case: Case, device: torch.device, peer: str) -> dict[str, Variant]:
+    """Return ours, and one that tunes itself for minutes at its first call, by name."""
     found = {
         name: _our_backend(case, device, name)
         for name in OUR_BACKENDS
         if backends(device).get(name, "not there") is None
     }
-    if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-        found[LIGER] = _liger()
-    if device.type == "cuda" and importlib.util.find_spec("sonicmoe") is not None:
-        found[SONIC] = _sonic()
-    return found
+    return found | {peer: {LIGER: _liger, SONIC: _sonic}[peer]()}
 
 
 def missing_variants(device: torch.device) -> dict[str, str]:

@@ -49,7 +49,7 @@ class Job:
         *,
         rank: int,
         what: str,
-        handover: _Handover | None,
+        handover: Handover | None,
         thread_is_alive: Callable[[], bool],
         sent_bytes: int = 0,
     ) -> None:
@@ -150,7 +150,7 @@ class CommunicationThread:
             self._thread.start()
             alive = [one for one in _STARTED if one[1].is_alive()]
             _STARTED[:] = [*alive, (self._jobs, self._thread)]
-        handover = self._handover(tensors)
+        handover = Handover.of(tensors, self._streams)
         job = Job(
             run,
             rank=self._rank,
@@ -164,23 +164,29 @@ class CommunicationThread:
         self._jobs.put(job)
         return job
 
-    def _handover(self, tensors: Iterable[torch.Tensor]) -> _Handover | None:
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        return _Handover([self._stream(device) for device in devices]) if devices else None
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
-
-
-class _Handover:
+class Handover:
     """Events that order one job's side streams against the streams of who waits for it."""
 
     def __init__(self, streams: list[torch.cuda.Stream]) -> None:
         self._streams = streams
         self._started = [_recorded(torch.cuda.current_stream(side.device)) for side in streams]
         self._ended: list[torch.cuda.Event] = []
+
+    @classmethod
+    def of(
+        cls, tensors: Iterable[torch.Tensor], streams: dict[torch.device, torch.cuda.Stream]
+    ) -> Handover | None:
+        """Return one for work on these tensors, which begins after what is queued by now.
+
+        Args:
+            tensors: Of any devices; there is nothing to order where none is of CUDA.
+            streams: A side stream of each device, made where it is missing.
+        """
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        for device in devices - streams.keys():
+            streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return cls([streams[device] for device in devices]) if devices else None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -189,8 +195,10 @@ class _Handover:
             for side, started in zip(self._streams, self._started, strict=True):
                 side.wait_event(started)
                 stack.enter_context(torch.cuda.stream(side))
-            yield
-            self._ended = [_recorded(side) for side in self._streams]
+            try:
+                yield
+            finally:  # also what has failed may have queued something
+                self._ended = [_recorded(side) for side in self._streams]
 
     def hold_current_streams(self) -> None:
         """Let the current streams wait for the job's work; the host goes on."""

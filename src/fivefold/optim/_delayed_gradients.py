@@ -22,7 +22,7 @@ from fivefold.optim._merge import MergeTask
 from fivefold.optim._rules.delayed_gradients import DelayedGradients
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import InAllReduce
-from fivefold.optim._update import PieceStatistics, all_finite
+from fivefold.optim._update import PieceStatistics, all_finite, each_finite
 
 _UNFUSE = "call scaler.unscale_(optimizer) before scaler.step(optimizer), or use fused=False"
 
@@ -35,6 +35,8 @@ class GradientFragment(Fragment):
 
     _landed: InAllReduce | None = None
     _has_own = False
+    # How often each buffer was written when a swap found them all finite; None where it did not.
+    _writes_when_finite: list[int] | None = None
 
     @torch.no_grad()
     def swap(self, *, own: bool) -> None:
@@ -58,7 +60,12 @@ class GradientFragment(Fragment):
             self._frozen.agree(reading)
             for parameter in self._frozen.held:
                 parameter.grad = None
-        self._has_own, self._finite = own, all_finite(measured)
+        self._has_own = own
+        buffers = PieceStatistics()
+        for group in self.averaged:
+            buffers.look_at_all(group.parts())
+        self._finite, buffers_are_finite = each_finite(measured, buffers)
+        self._writes_when_finite = self._writes_of_buffers() if buffers_are_finite else None
         if self._first_non_finite():  # then the parameters may be as bad
             self.write_anchor()
         if not total:
@@ -96,13 +103,20 @@ class GradientFragment(Fragment):
         task = MergeTask(
             rule=rule, coefficients=coefficients, send=send, settles=settles, weight=weight
         )
+        # What a swap found finite and nothing has written since need not be waited for again: a
+        # mean that arrives is finite, and so is what it makes of finite values. (A forward in
+        # training mode behind the optimizer's step would not be seen: its writes are not counted.)
+        known_finite = self._writes_when_finite == self._writes_of_buffers()
         averaged = self._average(task, landed)
         buffers = (tensor for group in self.averaged for tensor in group.tensors)
         self._share_rows(self.tensors() if share else buffers)
         if coefficients is not None:
             elements = sum(group.anchor.numel() for group in self.groups)
             self._shared.meter.add_merge(gap=1.0, clipped=0, elements=elements)
-        self._finite = self._finite and all_finite(averaged)
+        self._finite = self._finite and (known_finite or all_finite(averaged))
+
+    def _writes_of_buffers(self) -> list[int]:
+        return [_writes(tensor) for group in self.averaged for tensor in group.tensors]
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from fivefold.errors import (
     require_number,
     require_whole,
 )
+from fivefold.optim._comm_thread import Handover
 from fivefold.optim._compressed import ring_bytes
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member
 from fivefold.optim._elastic_services import ElasticGroup, ElasticServices
@@ -333,8 +334,9 @@ class ElasticAllReduce:
         self._outcome: bool | None = None
         self._decision: Decision | None = None
         self._error: BaseException | None = None
-        on_device = [t.device for t in tensors if t.device.type == "cuda"]
-        self._stream = torch.cuda.current_stream(on_device[0]) if on_device else None
+        # On a stream of its own: on the training's the sum would wait for steps that are queued
+        # after the launch, and the steps for the sum.
+        self._handover = Handover.of(tensors, group.streams)
         # A daemon: a process that ends must not wait for a quorum.
         self._thread = threading.Thread(target=self._run, name="elastic-all-reduce", daemon=True)
         self._thread.start()
@@ -353,6 +355,8 @@ class ElasticAllReduce:
             assert self._decision is not None, "no error and no decision"
             self._outcome = self._adopt(self._decision)
             self._tensors = ()
+        if self._handover is not None:
+            self._handover.hold_current_streams()
         return self._outcome
 
     def _run(self) -> None:
@@ -366,12 +370,12 @@ class ElasticAllReduce:
             self._error = error
 
     def _sum(self) -> bool:
-        stream = self._stream
-        context = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
         try:
-            with context:
+            with contextlib.nullcontext() if self._handover is None else self._handover.entered():
                 self._group.form(self._members, turn=self._ballot.turn)
                 self._group.sum_(self._tensors)
+            if self._handover is not None:  # whoever votes that it arrived has it
+                self._handover.synchronize()
         except RuntimeError as error:
             self._group.abort()
             if isinstance(error, FivefoldError):

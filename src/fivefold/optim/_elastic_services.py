@@ -209,6 +209,7 @@ class ElasticGroup:
         self._worker = worker
         self._timeout_s = timeout_s
         self._deadline = ArrivalDeadline(timeout_s)
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}  # that sums run on
         self._members: tuple[Member, ...] = ()
         self._group: Any = None
 

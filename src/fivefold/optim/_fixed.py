@@ -64,10 +64,18 @@ class FixedWatch:
         # What has begun to train is watched no longer, for good: it is brought together.
         self._names = [n for n in self._names if n in live and not live[n].requires_grad]
         # Single integers are counters, which may count each rank's own steps.
-        return {name: _sample(local_tensor(live[name])) for name in self._names if live[name].dim()}
+        names = [name for name in self._names if live[name].dim()]
+        samples = [_sample(local_tensor(live[name])) for name in names]
+        if not samples:
+            return {}
+        # The host waits once for all of them.
+        read = torch.cat([sample.to(samples[0].device) for sample in samples]).cpu()
+        parts = torch.split(read, [sample.numel() for sample in samples])
+        return {
+            name: zlib.crc32(bytes(part.numpy())) for name, part in zip(names, parts, strict=True)
+        }
 
 
-def _sample(tensor: torch.Tensor) -> int:
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
-    some = flat[:: max(flat.numel() // _SAMPLES, 1)].contiguous()
-    return zlib.crc32(bytes(some.view(torch.uint8).cpu().numpy()))
+    return flat[:: max(flat.numel() // _SAMPLES, 1)].contiguous().view(torch.uint8)

@@ -18,12 +18,15 @@ from fivefold.optim._shards import RowShare, local_tensor
 
 # 256 k float32 elements are 1 MiB. Smaller pieces cost more in Python (about 30 us each) than the
 # second-level cache gains; larger ones leave the third-level cache. Measured with 10 and 50 million
-# parameters: a boundary of 2^16 took 1.2 times as long. On accelerators a piece is a whole
-# parameter, since each operation is a launch.
+# parameters: a boundary of 2^16 took 1.2 times as long.
 _CPU_PIECE_ELEMENTS = 1 << 18
 # Tensors smaller than this share a piece, through a stage: the operations of a piece cost about
 # 30 us in Python, the two copies of this many elements less.
 _SMALL_ELEMENTS = 1 << 16
+# On accelerators each operation is a launch, of some 4 us, and a temporary is as large as a piece:
+# 32 MiB of float32, which an H200 reads and writes in 14 us.
+_DEVICE_PIECE_ELEMENTS = 1 << 23
+_DEVICE_SMALL_ELEMENTS = 1 << 22
 
 
 # For tests without a GPU: take the way over a stage also from a CPU to the same CPU.
@@ -124,9 +127,12 @@ class FlatGroup:
         self.anchor, self.payload = zeros(), zeros()
         kept = set(extras) - ({"rest"} if not is_narrow(self.tensors[0]) else set())
         self.extras = {name: zeros() for name in sorted(kept)}
-        # Fresh memory costs a page fault per 4 KiB, which is more than the arithmetic on it.
+        # Fresh memory costs a page fault per 4 KiB, which is more than the arithmetic on it; on an
+        # accelerator it would be as large as the largest tensor.
         on_cpu = device.type == "cpu"
-        self._scratch = torch.empty(_CPU_PIECE_ELEMENTS, dtype=dtype) if on_cpu else None
+        self._piece_elements = _CPU_PIECE_ELEMENTS if on_cpu else _DEVICE_PIECE_ELEMENTS
+        room = self._piece_elements if on_cpu else min(size, self._piece_elements)
+        self._scratch = torch.empty(room, dtype=dtype, device=device)
         self._stages: dict[torch.dtype, torch.Tensor] = {}
         for piece in self.pieces():
             piece.anchor.copy_(piece.local)
@@ -152,50 +158,61 @@ class FlatGroup:
                 self.extras[name].copy_(self.anchor)
 
     def pieces(self, of: Sequence[torch.Tensor] | None = None) -> Iterator[Piece]:
-        """Yield cache-sized views over all elements, in a fixed order.
+        """Yield views over all elements, of a size that suits the device, in a fixed order.
 
         With ``of`` the pieces' ``local`` is of those instead of the live tensors: their gradients.
         """
         offset = 0
-        on_cpu = self.anchor.device.type == "cpu" and not self._staged
-        small = min(_SMALL_ELEMENTS, _CPU_PIECE_ELEMENTS) if on_cpu else -1
-        kinds = groupby(self.parts(of), lambda p: p.numel() <= small and p.is_contiguous())
+        on_cpu = self.anchor.device.type == "cpu"
+        small = _SMALL_ELEMENTS if on_cpu else _DEVICE_SMALL_ELEMENTS
+        small, most = min(small, self._piece_elements), self._piece_elements
+        if self._staged:
+            small = most = _DEVICE_PIECE_ELEMENTS
+        kinds = groupby(
+            self._cut(self.parts(of)), lambda part: part.numel() <= small and part.is_contiguous()
+        )
         for together, parts in kinds:
-            if together:
-                for few in _batches(parts):
-                    size = sum(part.numel() for part in few)
-                    yield from self._piece_of_several(few, offset, offset + size)
-                    offset += size
-                continue
-            for local in parts:
-                yield from self._pieces_of(local, offset)
-                offset += local.numel()
+            for few in _batches(parts, most) if together else ([part] for part in parts):
+                size = sum(part.numel() for part in few)
+                if together or self._staged:
+                    yield from self._pieces_of_several(few, offset, offset + size)
+                else:
+                    yield from self._pieces_of(few[0], offset)
+                offset += size
+
+    def _cut(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Cut what is larger than a piece of an accelerator, along its elements or its rows."""
+        on_cpu, most = self.anchor.device.type == "cpu", _DEVICE_PIECE_ELEMENTS
+        for part in parts:
+            if part.numel() <= most or (on_cpu and not self._staged):
+                yield part
+            elif part.is_contiguous():
+                yield from torch.split(part.view(-1), most)
+            else:
+                yield from torch.split(part, max(most * part.shape[0] // part.numel(), 1))
 
     def _pieces_of(self, local: torch.Tensor, offset: int) -> Iterator[Piece]:
         size, whole = local.numel(), local.is_contiguous()
-        in_parts = whole and self.anchor.device.type == "cpu"
-        for start in range(0, size, _CPU_PIECE_ELEMENTS if in_parts else max(size, 1)):
-            stop = min(start + _CPU_PIECE_ELEMENTS, size) if in_parts else size
+        for start in range(0, size, self._piece_elements if whole else max(size, 1)):
+            stop = min(start + self._piece_elements, size) if whole else size
             view = local.view(-1)[start:stop] if whole else local
-            stage = view
-            if self._staged:
-                stage = self._stage(view.dtype, view.numel()).view(view.shape).copy_(view)
-            yield self._piece(stage, offset + start, offset + stop)
-            if self._staged:  # whoever took the piece has done with it
-                view.copy_(stage)
+            yield self._piece(view, offset + start, offset + stop)
 
     def _stage(self, dtype: torch.dtype, size: int) -> torch.Tensor:
         """Return room for so many live elements beside the outer state, kept for the next piece."""
         stage = self._stages.get(dtype)
         if stage is None or stage.numel() < size:
-            room = max(size, _CPU_PIECE_ELEMENTS)
-            stage = self._stages[dtype] = torch.empty(room, dtype=dtype, pin_memory=self._pinned)
+            most = _DEVICE_PIECE_ELEMENTS if self._staged else self._piece_elements
+            stage = self._stages[dtype] = torch.empty(
+                max(size, min(self.anchor.numel(), most)),
+                dtype=dtype, device=self.anchor.device, pin_memory=self._pinned,
+            )  # fmt: skip
         return stage[:size]
 
-    def _piece_of_several(
+    def _pieces_of_several(
         self, parts: list[torch.Tensor], start: int, stop: int
     ) -> Iterator[Piece]:
-        """Yield one piece for several small tensors; they are read before and written after."""
+        """Yield pieces of several tensors together; they are read before and written after."""
         stage = self._stage(parts[0].dtype, stop - start)
         views = [
             view.view(part.shape)
@@ -203,9 +220,13 @@ class FlatGroup:
                 torch.split(stage, [p.numel() for p in parts]), parts, strict=True
             )
         ]
-        torch._foreach_copy_(views, parts)
-        yield self._piece(stage, start, stop)
-        torch._foreach_copy_(parts, views)
+        # The host waits once for all, and not before it reads.
+        torch._foreach_copy_(views, parts, non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.current_stream(parts[0].device).synchronize()
+        yield from self._pieces_of(stage, start)
+        # The next copy into the stage is queued behind this one.
+        torch._foreach_copy_(parts, views, non_blocking=self._pinned)
 
     def shaped(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return views of one buffer in the shapes of the parts."""
@@ -216,19 +237,19 @@ class FlatGroup:
     def _piece(self, local: torch.Tensor, start: int, stop: int) -> Piece:
         shape = local.shape
         scratch = None
-        if self._scratch is not None and local.numel() <= self._scratch.numel():
+        if local.numel() <= self._scratch.numel():
             scratch = self._scratch[: local.numel()].view(shape)
         buffers = {"anchor": self.anchor, "payload": self.payload} | self.extras
         views = {name: buffer[start:stop].view(shape) for name, buffer in buffers.items()}
         return Piece.of(views, local=local, scratch=scratch)
 
 
-def _batches(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut a run of small tensors where the data type changes or a piece is full."""
+def _batches(parts: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Cut a run of small tensors where the data type changes or a piece of so many is full."""
     few: list[torch.Tensor] = []
     size = 0
     for part in parts:
-        if few and (part.dtype != few[0].dtype or size + part.numel() > _CPU_PIECE_ELEMENTS):
+        if few and (part.dtype != few[0].dtype or size + part.numel() > most):
             yield few
             few, size = [], 0
         few.append(part)

@@ -47,7 +47,7 @@ from fivefold.optim._state import (
     is_handed_over,
     matching_buffers,
 )
-from fivefold.optim._update import OuterCoefficients, PieceStatistics
+from fivefold.optim._update import OuterCoefficients, PieceStatistics, read_numbers
 from fivefold.optim.statistics import AllReduceRecord
 
 # An all-reduce that is waited for and gets lost goes out again, but not for ever.
@@ -424,8 +424,9 @@ class Fragment:
 
     def _norm(self, weight: float) -> float:
         """Return the norm of this worker's payload per weight."""
-        norms = [(float(torch.linalg.vector_norm(g.payload)), g.copies) for g in self.groups]
-        squares = math.fsum(norm * norm / copies for norm, copies in norms)
+        norms = [torch.linalg.vector_norm(group.payload).double() for group in self.groups]
+        pairs = zip(read_numbers(norms), self.groups, strict=True)
+        squares = math.fsum(norm * norm / group.copies for norm, group in pairs)
         if self._shared.worker is not None:
             (squares,) = self._shared.worker.sum([squares])
         return math.sqrt(squares) / weight if weight else 0.0

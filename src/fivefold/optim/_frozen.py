@@ -17,6 +17,7 @@ import torch
 
 from fivefold.optim._flat import FlatGroup
 from fivefold.optim._metadata import MetadataReading
+from fivefold.optim._update import read_numbers
 
 
 class FrozenTensors:
@@ -44,8 +45,9 @@ class FrozenTensors:
         """Find out, before a merge, which frozen tensors the local steps have moved."""
         if self._left:
             parts = list(self._parts())
+            moved = _differ([(parts[number], value) for number, value in self._left.items()])
             self._moving -= self._left.keys()
-            self._moving |= {n for n, t in self._left.items() if not torch.equal(parts[n], t)}
+            self._moving |= {n for n, differs in zip(self._left, moved, strict=True) if differs}
 
     def forget(self) -> None:
         """Take what follows as a new start: something else has written into the model."""
@@ -117,6 +119,13 @@ class FrozenTensors:
                 found |= dict(enumerate(group.shaped(buffer), start=first))
             first += len(group.tensors)
         return found
+
+
+def _differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Return for each pair whether it differs anywhere; one wait for the device."""
+    if not any(one.is_cuda for one, _ in pairs):
+        return [not torch.equal(one, other) for one, other in pairs]
+    return read_numbers([one.ne(other).any() for one, other in pairs])
 
 
 def _digest(numbers: Sequence[int]) -> float:

@@ -11,7 +11,7 @@ import torch
 
 from fivefold.errors import ConfigurationError, NonFiniteError, ReplicaMismatchError
 from fivefold.optim._flat import FlatGroup
-from fivefold.optim._update import Number
+from fivefold.optim._update import Number, read_numbers
 from fivefold.optim.transport import Transport
 
 _LOG = logging.getLogger(__name__)
@@ -169,9 +169,17 @@ class Metadata:
 
     def write(self, rank: int, **values: Number) -> None:
         """Fill this rank's slot, and nothing else."""
-        self.tensor.zero_()
+        numbers = [0.0] * self.tensor.numel()
+        places = {name: _FIELDS.index(name) * self._world_size + rank for name in values}
         for name, value in values.items():
-            self.tensor[_FIELDS.index(name) * self._world_size + rank] = value
+            numbers[places[name]] = 0.0 if isinstance(value, torch.Tensor) else value
+        # One copy, for which the host does not wait; what is pinned lives until it has been made.
+        pinned = self._host is not None
+        written = torch.tensor(numbers, dtype=torch.float64)
+        self.tensor.copy_(written.pin_memory() if pinned else written, non_blocking=pinned)
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                self.tensor[places[name]] = value
 
     def fetch(self) -> None:
         """Queue the copy to the host on the current stream; nothing to do on a CPU."""
@@ -189,6 +197,7 @@ class Metadata:
 _MODULUS = (1 << 26) - 5  # prime: products of two residues fit int64
 _ROW = 4093  # prime row length, so that a moved block changes the weighted sum
 _ROWS_AT_ONCE = 64
+_ROWS_ON_DEVICE = 1024  # 32 MiB as int64, in three launches
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -197,19 +206,23 @@ def replica_hash(tensors: Sequence[torch.Tensor]) -> int:
 
     The result is below 2**52, so that metadata in float64 carries it exactly.
     """
-    plain, weighted = 0, 0
-    for index, tensor in enumerate(tensors):
+    found = []
+    for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
         sums = _column_sums(bits)
         weights = torch.arange(1, sums.numel() + 1, device=sums.device)
-        plain = (plain * 31 + int(sums.sum()) + index) % _MODULUS
-        weighted = (weighted * 31 + int((sums * weights % _MODULUS).sum()) + index) % _MODULUS
+        found += [sums.sum(), (sums * weights % _MODULUS).sum()]
+    plain, weighted = 0, 0
+    numbers = read_numbers(found)
+    for index, (one, other) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
+        plain = (plain * 31 + one + index) % _MODULUS
+        weighted = (weighted * 31 + other + index) % _MODULUS
     return plain * (1 << 26) + weighted
 
 
 def payload_hash(parts: Sequence[torch.Tensor]) -> int:
     """Hash the parts of a payload; 0 where they are all zeros."""
-    return replica_hash(parts) if any(bool(part.any()) for part in parts) else 0
+    return replica_hash(parts) if any(read_numbers([part.any() for part in parts])) else 0
 
 
 def _column_sums(bits: torch.Tensor) -> torch.Tensor:
@@ -217,10 +230,11 @@ def _column_sums(bits: torch.Tensor) -> torch.Tensor:
     whole = bits.numel() // _ROW * _ROW
     sums = torch.zeros(_ROW, dtype=torch.int64, device=bits.device)
     # In parts: summing into int64 makes an int64 copy first, twice the size of the model in all.
-    for part in torch.split(bits[:whole], _ROWS_AT_ONCE * _ROW):
+    rows = _ROWS_AT_ONCE if bits.device.type == "cpu" else _ROWS_ON_DEVICE
+    for part in torch.split(bits[:whole], rows * _ROW):
         sums += part.view(-1, _ROW).sum(dim=0, dtype=torch.int64)  # wraps alike everywhere
     tail = bits[whole:].to(torch.int64)
-    sums[: tail.numel()] += tail
+    sums[: tail.numel()].add_(tail)
     return sums.remainder_(_MODULUS)
 
 

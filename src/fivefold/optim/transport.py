@@ -27,6 +27,10 @@ _LEAST_PROBE = 1 << 14  # elements; the time of fewer is all latency
 _PROBES = 5
 _PROBE_PATIENCE_S = 1.0
 
+# Of the multiprocessors (an H200 has 132) that a sum of NCCL may hold while it travels; it has a
+# round of time, and what it holds the local steps do without. NCCL_MAX_CTAS overrides it.
+_MOST_CTAS = 8
+
 OWN_GROUP = "fivefold outer synchronisation"
 """What the groups that an engine makes for itself are called."""
 
@@ -145,6 +149,7 @@ class ProcessGroupTransport:
             self._group = dist.new_group(
                 members,
                 timeout=timedelta(seconds=timeout_s),
+                pg_options=_options(timeout_s),
                 use_local_synchronization=process_group is not None,
                 group_desc=OWN_GROUP,
             )
@@ -343,6 +348,17 @@ class ProcessGroupTransport:
             message = f"payloads must be contiguous; got strides {tensor.stride()}"
             raise ConfigurationError(message, hint="launch tensor.contiguous()")
         return torch.split(tensor.view(-1), max(self._bucket_bytes // tensor.element_size(), 1))
+
+
+def _options(timeout_s: float) -> Any:
+    """Return NCCL's options for sums behind training steps; None where NCCL sums nothing."""
+    if not dist.is_nccl_available() or "nccl" not in dist.get_backend_config():
+        return None
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = False  # the steps are what somebody waits for
+    options.config.max_ctas = _MOST_CTAS
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 - torch warns where it differs
+    return options
 
 
 def _busy_s(codec: Codec, elements: int, device: torch.device) -> float:

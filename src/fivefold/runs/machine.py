@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import fivefold
+
 _CPU_FILE = Path("/proc/cpuinfo")
 _STATUS_FILE = Path("/proc/self/status")
 _QUEUE_FILE = Path("/proc/self/schedstat")  # of the main thread
@@ -22,7 +24,7 @@ _NETWORK_FILE = Path("/proc/self/net/dev")  # of this process's network namespac
 def run_facts() -> dict[str, Any]:
     """Return what every run's manifest.json says: versions, command, time and machine."""
     return {
-        "fivefold": version("fivefold"),
+        "fivefold": fivefold.__version__,
         "torch": version("torch"),
         "python": platform.python_version(),
         "command": _command(sys.argv),
