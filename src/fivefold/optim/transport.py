@@ -266,7 +266,7 @@ class ProcessGroupTransport:
             fixed_s[name] = min(short_s, long_s)
             beside_s = max(long_s - short_s, NOISE * long_s)  # noise can hide it
             whole_s[name] = beside_s * num_bytes / (4 * elements)
-            slowest_s = max(self.gather_objects(_busy_s(codec, elements, device)))
+            slowest_s = max(self.gather_objects(encoding_s(codec, elements, device)))
             busy_s[name] = slowest_s * num_bytes / (4 * elements)
         return MessageTimes(fixed_s=fixed_s, whole_s=whole_s, busy_s=busy_s)
 
@@ -361,8 +361,8 @@ def _options(timeout_s: float) -> Any:
     return options
 
 
-def _busy_s(codec: Codec, elements: int, device: torch.device) -> float:
-    """Return the least seconds in which a rank does what a sum of so many elements takes."""
+def encoding_s(codec: Codec, elements: int, device: torch.device) -> float:
+    """Return the seconds in which a rank encodes and decodes what a sum of elements takes."""
     if is_exact(codec):
         return 0.0
     values = torch.linspace(-1.0, 1.0, elements, device=device)
@@ -378,11 +378,6 @@ def _busy_s(codec: Codec, elements: int, device: torch.device) -> float:
             torch.cuda.current_stream(device).synchronize()
         times_s.append(time.perf_counter() - started_s)
     return min(times_s)
-
-
-def encoding_s(codec: Codec, elements: int, device: torch.device) -> float:
-    """Return the seconds in which a rank encodes and decodes what a sum of elements takes."""
-    return _busy_s(codec, elements, device)
 
 
 def end_group(group: dist.ProcessGroup) -> None:
