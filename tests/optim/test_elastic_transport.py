@@ -6,8 +6,10 @@ a worker's work of one round adds one to the worker's own counter.
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elasti
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
 from fivefold.optim import _elastic_services
 from fivefold.optim._elastic import LeftBehindError, elastic_transport
-from helpers.elastic_world import TorchCrashError, World, again_after_a_crash
+from helpers.elastic_world import World, again_after_a_crash
 
 pytestmark = pytest.mark.distributed
 
@@ -478,23 +480,37 @@ def test_without_torchft(monkeypatch):
         elastic_transport(lighthouse="127.0.0.1:1")
 
 
-def test_a_scene_in_which_gloo_crashed_is_played_once_more_and_no_third_time(tmp_path):
-    played = []
+SCENE = """
+import os, signal
+from pathlib import Path
+from helpers.elastic_world import World, again_after_a_crash
 
-    def crash(*_arguments, **_named):
-        os.kill(os.getpid(), signal.SIGSEGV)
+def crash(*_, **__):
+    os.kill(os.getpid(), signal.SIGSEGV)
 
-    @again_after_a_crash
-    def scene(tmp_path, crashes):
-        played.append(tmp_path)
-        with World(tmp_path) as world:
-            world.start("a", crash if len(played) <= crashes else lambda *_args, **_named: None)
-            world.join("a")
+@again_after_a_crash
+def test_scene(tmp_path):
+    played = Path(os.environ["PLAYED"])
+    played.write_text(played.read_text() + "x")
+    with World(tmp_path) as world:
+        crashes = len(played.read_text()) <= int(os.environ["CRASHES"])
+        world.start("a", crash if crashes else lambda *_, **__: None)
+        world.join("a")
+"""
 
-    scene(tmp_path, crashes=1)
-    assert played == [tmp_path, tmp_path / "again"]
-    played.clear()
-    other = tmp_path / "other"
-    other.mkdir()
-    with pytest.raises(TorchCrashError):
-        scene(other, crashes=2)
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("crashes", [0, 1, 2])
+def test_a_scene_in_which_gloo_crashed_is_played_once_more_and_no_third_time(
+    tmp_path, monkeypatch, crashes
+):
+    scene, played = tmp_path / "test_scene.py", tmp_path / "played"
+    scene.write_text(SCENE)
+    played.write_text("")
+    monkeypatch.setenv("PLAYED", str(played))
+    monkeypatch.setenv("CRASHES", str(crashes))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(scene)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode == 0) == (crashes < 2), result.stdout[-3000:]
+    assert played.read_text() == "x" * min(crashes + 1, 2)
