@@ -89,7 +89,7 @@ def _train_peer(report: Report, sizes: Mapping[str, Any]) -> None:
 def _parts(name: str, sizes: Mapping[str, Any]) -> list[Part]:
     """Return ours, then the peers that are there."""
     peers = {"numpy's sampler": (), "PyG's NeighborLoader": ("torch_geometric", _DRAWS)}
-    return [Part(name=name, limit_s=240.0, sizes=sizes)] + [
+    return [Part(name=f"{name}, ours", limit_s=240.0, sizes=sizes)] + [
         Part(
             name=f"{name}, {loader}, features in memory", limit_s=180.0, packages=packages,
             sizes={**sizes, "loader": loader},
