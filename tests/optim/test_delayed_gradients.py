@@ -1,6 +1,7 @@
 """Delayed gradients equal plain torch on the mean gradient of the step before."""
 
 import copy
+import functools
 import gc
 
 import pytest
@@ -413,6 +414,62 @@ def test_an_optimizer_that_takes_the_place_of_the_given_one_is_refused():
         return True
 
     assert run_world(2, work) == [True, True]
+
+
+def test_a_step_that_raised_is_no_step_of_a_base_class():
+    def work(transport):
+        model = parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+
+        def closure(number):
+            for p in model:
+                p.grad = torch.full_like(p, 1.0 + transport.rank)
+            if number == 3:
+                raise EOFError
+
+        for number in range(3):
+            optimizer.step(functools.partial(closure, number))
+            sync.step()
+        with pytest.raises(EOFError):
+            optimizer.step(functools.partial(closure, 3))
+        with pytest.raises(ConfigurationError, match="called twice"):
+            optimizer.step(functools.partial(closure, 4))
+        return True
+
+    assert run_world(2, work) == [True, True]
+
+
+class Around(torch.optim.Optimizer):
+    """Steps the optimizer that was given, and has its parameters too."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_a_new_engine_and_an_optimizer_around_the_given_one_are_no_strangers():
+    def work(transport, *, around):
+        model = parameters()
+        engines = []  # none is collected
+        for kind in (torch.optim.SGD, torch.optim.Adam):
+            given = kind(model.parameters(), lr=0.1)
+            stepped = Around(given) if around else given
+            sync = OuterSync(model, given, rule=DelayedGradients(), transport=transport)
+            engines.append(sync)
+            for _ in range(3):
+                for p in model:
+                    p.grad = torch.full_like(p, 1.0 + transport.rank)
+                stepped.step()
+                sync.step()
+            sync.finalize()
+        return torch.cat([p.detach().reshape(-1) for p in model])
+
+    found = [run_world(2, lambda t, a=around: work(t, around=a)) for around in (False, True)]
+    assert all(torch.equal(found[0][0], each) for both in found for each in both)
 
 
 def test_optimizers_that_step_where_the_mean_is_not_there_are_refused():

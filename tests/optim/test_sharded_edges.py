@@ -376,3 +376,24 @@ def test_weights_of_a_worker_are_the_sum_over_its_ranks():
 
     for weight in run_processes(4, work):
         torch.testing.assert_close(weight, torch.full((4, 2), 0.75))
+
+
+def test_a_buffer_that_is_registered_late_is_brought_together_inside_a_worker_too():
+    def work(rank):
+        mesh = mesh_of(2, 2)
+        model = linear_stack(4, 4)
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sync = OuterSync(model, optimizer, rule=LocalSGD(tau=1), process_group=mesh["replicate"])
+        train(model, sync, optimizer, rank, 2, width=4)
+        model.register_buffer("late", torch.full((3,), float(rank)))
+        train(model, sync, optimizer, rank, 1, width=4)
+        began = model.late.clone()
+        model.late += float(rank)
+        train(model, sync, optimizer, rank, 2, width=4)
+        sync.finalize()
+        return began, model.late.clone()
+
+    for began, ended in run_processes(4, work):
+        assert began.tolist() == [1.5] * 3  # the mean of 0, 1, 2, 3
+        assert ended.tolist() == [3.0] * 3

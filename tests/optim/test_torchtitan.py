@@ -1,8 +1,10 @@
 """torchtitan's debug model with outer updates between replicas, on processors and gloo."""
 
+import copy
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fivefold.errors import UnsupportedError
-from fivefold.optim import CO2
+from fivefold.optim import CO2, _torchtitan
 from fivefold.optim.integrations import torchtitan_outer_sync
 from fivefold.strategy import ModelSpec, ParallelPlan, torchtitan_config
 from helpers import torchtitan_on_cpu
@@ -22,6 +24,30 @@ def test_without_torchtitan_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tyro", None)
     with pytest.raises(UnsupportedError, match=r"fivefold\[torchtitan\]"):
         torchtitan_outer_sync(object(), CO2(tau=2))
+
+
+def test_what_replaces_a_loader_is_still_shared_out():
+    """As torchtitan's overrides do: they set what traverse() names as parent and field."""
+    loader = Loader("read")
+    workers = types.SimpleNamespace(size=lambda: 3, get_local_rank=lambda: 2)
+    shared = _torchtitan._SharedData(loader, types.SimpleNamespace(workers=workers))
+    ((_, found, parent, field),) = shared.traverse(Loader)
+    assert found is loader
+    setattr(parent, field, Loader("replaced"))
+    assert shared.name == "replaced"
+    assert shared.build(dp_world_size=2, dp_rank=1, seq_len=8) == ("replaced", 6, 5, 8)
+    assert copy.copy(shared).name == "replaced"
+
+
+class Loader:
+    def __init__(self, name):
+        self.name = name
+
+    def traverse(self, _):
+        yield "", self, None, None
+
+    def build(self, *, dp_world_size, dp_rank, seq_len):
+        return self.name, dp_world_size, dp_rank, seq_len
 
 
 @pytest.fixture(scope="module")

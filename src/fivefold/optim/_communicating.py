@@ -72,7 +72,7 @@ class CommunicationWatch:
     ) -> None:
         self._others = others
         self._kinds = [type(optimizer).__name__ for optimizer in optimizers]
-        self._before: dict[dist.ProcessGroup, int] | None = None
+        self._before: dict[int, dict[dist.ProcessGroup, int]] = {}  # of each optimizer in a step
         self._depths = [0] * len(optimizers)
         self._steps = [0] * len(optimizers)
         self._seen = [0] * len(optimizers)
@@ -101,14 +101,16 @@ class CommunicationWatch:
         self._depths[number] += 1
         if self._depths[number] == 1:  # and not the step of a base class, within this one
             watched = by_itself and self._steps[number] < _STEPS_WATCHED
-            self._before = self._collectives() if watched else None
+            self._before.pop(number, None)  # of a step that raised
+            if watched:
+                self._before[number] = self._collectives()
 
     def end(self, number: int) -> None:
         """Look at how many there have been since."""
         self._depths[number] -= 1
-        if self._depths[number] > 0 or self._before is None:
+        if self._depths[number] > 0 or number not in self._before:
             return
-        before, self._before = self._before, None
+        before = self._before.pop(number)
         now = self._collectives().items()
         self._steps[number] += 1
         self._seen[number] += any(count != before.get(group, count) for group, count in now)

@@ -7,12 +7,18 @@ step.
 from __future__ import annotations
 
 import functools
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from fivefold.errors import ConfigurationError
@@ -106,7 +112,9 @@ class GradientFragment(Fragment):
         # What a swap found finite and nothing has written since need not be waited for again: a
         # mean that arrives is finite, and so is what it makes of finite values. (A forward in
         # training mode behind the optimizer's step would not be seen: its writes are not counted.)
-        known_finite = self._writes_when_finite == self._writes_of_buffers()
+        # Where there is nothing to wait for they are looked at again.
+        waits = any(tensor.is_cuda for group in self.averaged for tensor in group.tensors)
+        known_finite = waits and self._writes_when_finite == self._writes_of_buffers()
         averaged = self._average(task, landed)
         buffers = (tensor for group in self.averaged for tensor in group.tensors)
         self._share_rows(self.tensors() if share else buffers)
@@ -149,6 +157,36 @@ def _follow(piece: Piece, *, share: float) -> None:
     piece.anchor.copy_(piece.local)
 
 
+_LIVE: weakref.WeakSet[GradientHooks] = weakref.WeakSet()
+_LOCK = threading.Lock()
+_TORCH_OPTIMIZER = register_optimizer_step_pre_hook.__code__.co_filename
+
+
+def _calling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that calls a method while its object lives: an optimizer may outlive it."""
+    kept: weakref.WeakMethod[Callable[..., Any]] = weakref.WeakMethod(method)
+
+    def hook(*arguments: Any) -> Any:
+        alive = kept()
+        return None if alive is None else alive(*arguments)
+
+    return hook
+
+
+def _steps_under_way(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many steps of an optimizer, and of its base classes, are on the stack."""
+    # Torch wraps step() of each class whose object was made, to call its hooks, and calls no hook
+    # behind a step that raised.
+    count = 0
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - there is no public way
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "wrapper" and code.co_filename == _TORCH_OPTIMIZER:
+            count += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return count
+
+
 class GradientHooks:
     """Puts the swap before the inner optimizers' steps, and does the steps that a loop left out.
 
@@ -173,41 +211,46 @@ class GradientHooks:
         self._ever_stepped = False
         self._stepped: list[torch.optim.Optimizer] = []
         self._running: torch.optim.Optimizer | None = None
+        self._stranger: torch.optim.Optimizer | None = None
+        self._ended = False  # by finalize(), until the next step
         # The gradients that a swap has left, by parameter, and how often each was written by then.
         self._left: dict[int, tuple[weakref.ref[torch.Tensor] | None, int]] = {}
         self._handles: list[RemovableHandle] = []
-        me = weakref.ref(self)  # an optimizer may outlive the engine
-
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-            hooks = me()
-            return None if hooks is None else hooks.before_step(optimizer, args, kwargs)
-
-        def after(*_: Any) -> None:
-            hooks = me()
-            if hooks is not None:
-                hooks._running = None  # noqa: SLF001 - its own
-
         for optimizer in self._optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 message = "LBFGS evaluates several gradients in a step, of which one would be sent"
                 raise ConfigurationError(message, hint="use another optimizer, or DelayCorrected")
-            self._handles.append(optimizer.register_step_pre_hook(before))
-            self._handles.append(optimizer.register_step_post_hook(after))
+            self._handles.append(optimizer.register_step_pre_hook(_calling(self.before_step)))
+            self._handles.append(optimizer.register_step_post_hook(_calling(self.after_step)))
+        strangers = _calling(self.note_stranger), _calling(self.require_known)
+        self._handles.append(register_optimizer_step_pre_hook(strangers[0]))
+        self._handles.append(register_optimizer_step_post_hook(strangers[1]))
+        mine = self._parameters()
+        with _LOCK:
+            for other in list(_LIVE):  # when one is collected is not the same on all ranks
+                if not mine.isdisjoint(other._parameters()):  # noqa: SLF001 - its own
+                    other.close()
+            _LIVE.add(self)
 
-        def any_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            hooks = me()
-            if hooks is not None:
-                hooks.require_known(optimizer)
+    def _parameters(self) -> set[int]:
+        return {id(p) for f in self._fragments() for g in f.groups for p in g.tensors}
 
-        self._handles.append(register_optimizer_step_pre_hook(any_before))
-
-    def require_known(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse another optimizer that would step with this rank's own gradients."""
+    def note_stranger(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Remember another optimizer that begins to step, if it has parameters of the model."""
         own = any(optimizer is each for each in self._optimizers)
-        if own or self._stepping or self._stepped:  # or one within another, as of a Muon with AdamW
+        # One may step within another, as the AdamW of a Muon does.
+        if own or self._ended or self._stepping or self._stepped:
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(p) in held for f in self._fragments() for g in f.groups for p in g.tensors):
+        if not held.isdisjoint(self._parameters()):
+            self._stranger = optimizer
+
+    def require_known(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse another optimizer that has stepped with this rank's own gradients."""
+        if optimizer is not self._stranger:
+            return
+        self._stranger = None
+        if not self._stepped:  # in its step none of ours took one, as in that of a wrapper
             message = f"{type(optimizer).__name__} was not given to OuterSync, and trains its model"
             hint = "give all optimizers at the start, or make a new OuterSync for a new one"
             raise ConfigurationError(message, hint=hint)
@@ -216,7 +259,8 @@ class GradientHooks:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Swap before the step; where a closure computes the gradients, between the two."""
-        within = optimizer is self._running  # the step of its base class
+        # The step of its base class; a step that raised is no longer under way.
+        within = optimizer is self._running and _steps_under_way(optimizer) > 1
         if within or self._stepping or (not self._in_flight and _only_makes_state(optimizer)):
             return None
         if any(optimizer is other for other in self._stepped):
@@ -224,7 +268,7 @@ class GradientHooks:
             raise ConfigurationError(message, hint="call OuterSync.step() after each step")
         self._stepped.append(optimizer)
         self._running = optimizer
-        self._ever_stepped = True
+        self._ended, self._ever_stepped = False, True
         _prepare_to_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -247,6 +291,10 @@ class GradientHooks:
         if len(args) > 1:
             return (args[0], swapping, *args[2:]), kwargs
         return args, kwargs | {"closure": swapping}
+
+    def after_step(self, *_: Any) -> None:
+        """Note that the step, of its class or of a base class, is over."""
+        self._running = None
 
     def _swap_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Swap before the first optimizer's step; refuse another that has gradients of its own."""
@@ -289,6 +337,7 @@ class GradientHooks:
         """Leave the optimizers as they were."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
 
     def drain(self) -> None:
         """Apply the gradient in flight, if there is one."""
@@ -296,6 +345,7 @@ class GradientHooks:
             self._step_with_what_arrived()
             self._swapped = False
             self._stepped.clear()
+        self._ended = True
 
     @property
     def _in_flight(self) -> bool:

@@ -320,6 +320,7 @@ class Fragment:
     def begin_at_mean(self) -> None:
         """Start from the mean of what the ranks have, which is waited for."""
         transport, measured = self._shared.transport, PieceStatistics()
+        self._agree_inside()
         transport.broadcast(self.anchors)
         for piece in self._pieces():
             torch.sub(piece.anchor, piece.local, out=piece.payload)
@@ -682,7 +683,7 @@ class Fragment:
             return
         if self._state.weight is not None:
             (self._state.weight,) = worker.sum([self._state.weight])
-        if self.groups:  # an optimizer's states are sharded as their parameters are
+        if not self._rounds_averaged:  # an optimizer's states are sharded as their parameters are
             worker.average([tensor for group in self.averaged for tensor in group.tensors])
 
 

@@ -12,7 +12,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -89,6 +89,7 @@ class _OuterSyncTrainer:
     step: int
     model_parts: list[torch.nn.Module]
     optimizers: Any
+    lr_schedulers: Any
     checkpointer: Any
     metrics_processor: Any
 
@@ -119,6 +120,9 @@ class _OuterSyncTrainer:
         if not getattr(training, "disable_cuda_graphs", True):
             _LOG.warning("CUDA graphs are off: outer updates between replays have not been tried")
             training.disable_cuda_graphs = True
+        if not getattr(config.dataloader, "infinite", True):
+            message = "the data end, for some replicas sooner, while the others wait for them"
+            raise ConfigurationError(message, hint="set --dataloader.infinite, and end by steps")
         shared = _SharedData(config.dataloader, self)
         super().__init__(dataclasses.replace(config, training=training, dataloader=shared))  # type: ignore[call-arg]
         options = self.config.outer_sync
@@ -132,6 +136,9 @@ class _OuterSyncTrainer:
         if self.checkpointer.enable:
             self._own = _OwnState(self._module, self.optimizers, self._sync, self.workers)
             self._own.join(self.checkpointer)
+        # Between the optimizer's step and the schedule's: rules in units of the learning rate read
+        # that of the step.
+        self.lr_schedulers.step = functools.partial(self._step_rule, self.lr_schedulers.step)
         self.metrics_processor.log = functools.partial(self._log, self.metrics_processor.log)
         if config.validator.enable:
             validate = self.validator.validate  # type: ignore[attr-defined]
@@ -163,15 +170,18 @@ class _OuterSyncTrainer:
         finally:
             module.init_device_mesh = whole
 
+    def _step_rule(self, step_schedule: Callable[[], None]) -> None:
+        self._sync.step()
+        step_schedule()
+
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Take a local step, and the outer rule's; after the last one all replicas are equal."""
         super().train_step(data_iterator)  # type: ignore[misc]
-        self._sync.step()
         if self.step >= self.config.training.steps:
             self._finish()
 
     def train(self) -> None:
-        """Train; where the data end early, bring all work together."""
+        """Train, and bring all work together where that ended before its last step."""
         super().train()  # type: ignore[misc]
         self._finish()
 
@@ -219,7 +229,15 @@ class _SharedData:
         self._config, self._trainer = config, trainer
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy has none yet
+            raise AttributeError(name)
         return getattr(self._config, name)
+
+    def traverse(self, config_cls: type, **options: Any) -> Iterator[tuple[Any, ...]]:
+        """Yield the nested configurations; what replaces the loader's own stands in here."""
+        for name, config, parent, field in self._config.traverse(config_cls, **options):
+            own = parent is None
+            yield name, config, self if own else parent, "_config" if own else field
 
     def build(self, *, dp_world_size: int, dp_rank: int, **options: Any) -> Any:
         """Build the loader for rank ``dp_rank`` of this replica's ``dp_world_size``."""
@@ -245,9 +263,13 @@ class _OwnState:
         self._rank = f"rank{dist.get_rank()}_of_{dist.get_world_size()}"
         self._saving: contextlib.ExitStack | None = None
         self._captured: dict[str, Any] | None = None
+        self._whole_is_saved = self._at_the_anchor = False
 
     def join(self, checkpointer: Any) -> None:
         """Have ``checkpointer`` save and load it."""
+        if not hasattr(checkpointer, "async_mode"):
+            message = f"{type(checkpointer).__name__} does not say when weights have been copied"
+            raise ConfigurationError(message, hint="use torchtitan's CheckpointManager.Config")
         checkpointer.states[_STATE] = self
         for name in ("load", "save"):
             wrapped = functools.partial(getattr(self, f"_{name}"), checkpointer)
@@ -256,18 +278,23 @@ class _OwnState:
         weights.state_dict = functools.partial(self._weights, weights.state_dict)
 
     def _save(self, checkpointer: Any, save: Any, curr_step: int, *, last_step: bool) -> bool:
-        with contextlib.ExitStack() as self._saving:
-            saved: bool = save(curr_step, last_step=last_step)
-            if self._captured is not None:
-                checkpointer.maybe_wait_for_staging()  # before other weights are put back
-        self._saving = self._captured = None
+        self._whole_is_saved = not (last_step and checkpointer.last_save_model_only)
+        try:
+            with contextlib.ExitStack() as self._saving:
+                saved: bool = save(curr_step, last_step=last_step)
+                if self._at_the_anchor:
+                    checkpointer.maybe_wait_for_staging()  # before other weights are put back
+        finally:
+            self._saving = self._captured = None
+            self._at_the_anchor = False
         return saved
 
     def _weights(self, state_dict: Any) -> Any:
         """Return the weights that are saved or filled; to be saved, those all replicas share."""
-        if self._saving is not None and self._captured is None:
-            self._captured = self._whole()
+        if self._saving is not None and not self._at_the_anchor:
+            self._captured = self._whole() if self._whole_is_saved else None
             self._saving.enter_context(self._sync.global_parameters())
+            self._at_the_anchor = True
         return state_dict()
 
     def _load(self, _: Any, load: Any, step: int = -1) -> bool:
@@ -301,14 +328,21 @@ class _OwnState:
     def _whole(self) -> dict[str, Any]:
         # Its ranks have parts (DTensors) of one replica's weights and moments; what the engine
         # keeps is plain tensors of one rank.
-        replica = {"model": self._model.state_dict(), "optimizer": self._optimizers.state_dict()}
-        # The anchor takes the weights' place while they are saved; while they are filled
-        # torchtitan fills the live moments with what it kept, of one replica.
-        copies = tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, replica)
-        return {self._replica: copies, self._rank: self._sync.state_dict()}
+        replica = {"model": _copied(self._model.state_dict())}  # the anchor takes their place
+        moments = self._optimizers.state_dict()
+        # While they are filled torchtitan fills the live ones with what it kept, of one replica.
+        replica["optimizer"] = moments if self._saving is not None else _copied(moments)
+        return {self._replica: replica, self._rank: self._sync.state_dict()}
 
     def _put(self, state: dict[str, Any]) -> None:
         replica = state[self._replica]
         self._model.load_state_dict(replica["model"])  # its hooks join what they split
         self._optimizers.load_state_dict(replica["optimizer"])
         self._sync.load_state_dict(state[self._rank])
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    copied: dict[str, Any] = tree_map(
+        lambda value: value.clone() if isinstance(value, torch.Tensor) else value, state
+    )
+    return copied
