@@ -13,7 +13,14 @@ from fivefold.cli._plan_columns import PLAN_COLUMNS
 from fivefold.cli._plan_work import price_of, tokens_of
 from fivefold.errors import ConfigurationError
 from fivefold.report.columns import Column
-from fivefold.strategy import error_bar, load_cluster, load_job, search_plans
+from fivefold.strategy import (
+    SearchSpace,
+    error_bar,
+    load_cluster,
+    load_job,
+    load_model,
+    search_plans,
+)
 
 A = 'base = "h100-nemo"\ngpus = 16\n'
 B = 'base = "a100-megatron"\ngpus = 32\n'
@@ -210,3 +217,13 @@ def test_a_plan_says_how_far_off_it_may_be(files):
     assert document["not_told_apart"] == equal
     assert kinds[document["simplest"] - 1] == min(kinds)
     assert "the simplest of them is" in text
+
+
+def test_no_plan_says_what_its_stack_cannot_do():
+    """Megatron-LM overlaps gradients since August 2023."""
+    model = load_model("gpt3-1.3b")
+    space = SearchSpace(num_gpus=8, global_batch=64)
+    for name, beside in (("a100-megatron", False), ("h100-nemo", True)):
+        cluster = load_cluster(name)
+        found = search_plans(model, cluster.device, cluster.fabric, space=space, top=5)
+        assert {one.plan.data_overlap for one in found.best if one.plan.data > 1} == {beside}

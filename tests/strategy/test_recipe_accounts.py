@@ -159,6 +159,12 @@ LEAVE_OUT = [
         "$AC",
         "branch with --recompute-activations",
     ),
+    (
+        "if [ $A ]; then X='--lr 1 $EXTRA'; else X='--lr 1'; fi\n",
+        "$X",
+        "$EXTRA",
+    ),
+    ('if [ $A ]; then X="--lr 1 $(cat x)"; else X="--lr 1 --save y"; fi\n', "$X", "${X}"),
     ("", "${FP8:+--fp8-format hybrid}", "branch with --fp8-format"),
     ("if [ $A ]; then X='--fp8-format hybrid'; fi\n", "$X", "branch with --fp8-format"),
     ('[[ -n $A ]] && X="--num-experts 8"\n', "$X", "branch with --num-experts"),
@@ -170,6 +176,15 @@ def test_what_another_place_gives_is_decisive(tmp_path, before, flags, name):
     found = checked(tmp_path, script(SPLIT + flags, before=before))
     assert name in {note.name for note in found.reading.decisive()}
     assert found.status == "unknown"
+
+
+def test_modules_are_recomputed_by_either_word_for_selective(tmp_path):
+    words = ("--recompute-activations", "--recompute-granularity selective")
+    flags = [f"{SPLIT}{word} --recompute-modules mlp" for word in words]
+    one, other = (checked(tmp_path, script(text)) for text in flags)
+    assert one.prediction.memory == other.prediction.memory
+    for found in (one, other):
+        assert "--recompute-modules" in {note.name for note in found.reading.left_out}
 
 
 @pytest.mark.parametrize(

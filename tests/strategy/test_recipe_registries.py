@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.strategy import load_cluster
+from fivefold.strategy import ParallelPlan, load_cluster, load_model, torchtitan_config
 from fivefold.strategy.recipes import check_recipe, check_recipes
 
 CLUSTER = load_cluster("h100-80gb-torchtitan:16")
@@ -123,6 +123,59 @@ def test_what_is_not_literal_is_named_and_leaves_it_unknown(tmp_path, change, na
 )
 def test_a_computed_size_is_not_guessed(tmp_path, change):
     assert checked(tmp_path, change)["changed"].status == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("change", "recompute"),
+    [
+        ("config.activation_checkpoint = None", "none"),
+        ("config.activation_checkpoint = SelectiveAC.Config()", "selective"),
+        ("pass", "full"),
+    ],
+)
+def test_what_is_recomputed_may_be_replaced(tmp_path, change, recompute):
+    found = checked(tmp_path, change)["changed"]
+    assert found.prediction.plan.recompute == recompute
+
+
+def test_one_value_for_two_names_is_named_and_an_annotated_name_is_read(tmp_path):
+    text = REGISTRY.replace("    config = llama3_8b()", "    config: Trainer.Config = llama3_8b()")
+    text = text.replace('model_registry("8B")', 'model_registry(flavor="8B")')
+    twice = "config.training.local_batch_size = config.training.global_batch_size = 64"
+    folder = tmp_path / "llama3"
+    folder.mkdir()
+    path = folder / "config_registry.py"
+    path.write_text(text.replace("CHANGE", twice))
+    found = {one.message.partition(":")[0]: one for one in check_recipes(path, CLUSTER)}
+    assert found["llama3_8b"].status == "ok"
+    assert found["changed"].status == "unknown"
+    assert any("python.line" in note.name for note in found["changed"].reading.decisive())
+
+
+def test_a_registry_that_cannot_be_parsed_is_unknown_and_does_not_end_the_others(tmp_path):
+    checked(tmp_path)
+    for name, text in {"cut": "def f() -> Trainer.Config:\n  (", "deep": "1+" * 9000 + "1"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config_registry.py").write_text(text)
+    found = list(check_recipes(tmp_path, CLUSTER))
+    assert [one.path.parent.name for one in found] == ["cut", "llama3", "llama3"]
+    assert found[0].status == "unknown"
+
+
+def test_what_is_planned_for_torchtitan_is_read_back(tmp_path):
+    model = load_model("llama3-8b")
+    for number, plan in enumerate(
+        (
+            ParallelPlan(global_batch=32, data=16, zero=3, data_overlap=True),
+            ParallelPlan(global_batch=32, data=4, pipeline=4, zero=0, data_overlap=True,
+                         recompute="full"),
+        )
+    ):  # fmt: skip
+        path = tmp_path / f"planned{number}.py"
+        path.write_text(torchtitan_config(model, plan))
+        found = check_recipe(path, CLUSTER)
+        assert found.status == "ok", found.message
+        assert found.prediction.plan == plan
 
 
 def test_a_file_that_is_no_python_is_passed_over(tmp_path):

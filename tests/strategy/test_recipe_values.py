@@ -142,6 +142,7 @@ model:
   optim: {name: distributed_fused_adam}
   data: {data_prefix: none}
 """
+
 RECIPES = {"a.sh": MEGATRON, "t.toml": TITAN, "a.yaml": AUTOMODEL, "n.yaml": NEMO}
 CLUSTERS = {name: load_cluster("h100-80gb-torchtitan" if name == "t.toml" else "h100-nemo")
             for name in RECIPES}  # fmt: skip
@@ -322,3 +323,17 @@ def test_a_tokenizer_in_the_folder_of_a_model_says_the_vocabulary(tmp_path):
     head, *lines = [line for line in MEGATRON.splitlines() if "vocab" not in line]
     text = " ".join([head, *lines, "--tokenizer-model /data/Meta-Llama-3-8B/tokenizer.model"])
     assert checked(tmp_path, "a.sh", text).model.vocab == 128256
+
+
+@pytest.mark.parametrize(
+    ("words", "products"),
+    [
+        ("fp8: false\n  fp8_hybrid: true", "bf16"),  # a format, which fp8 does not switch on
+        ("fp8: true\n  fp8_hybrid: true", "fp8"),
+        ("fp8: true\n  fp8_e4m3: false", "fp8"),
+    ],
+)
+def test_fp8_is_the_switch_of_nemo(tmp_path, words, products):
+    found = checked(tmp_path, "n.yaml", NEMO.replace("fp8: false", words))
+    assert found.status == "ok"
+    assert found.prediction.plan.dtype == products

@@ -86,9 +86,19 @@ class FoundPlans:
 
     @property
     def simplest(self) -> int:
-        """Return the place of the one of them with the fewest kinds of parallelism, from 0."""
-        kinds = [len(degrees_of(one.plan).split()) for one in self.equal]
-        return kinds.index(min(kinds))
+        """Return the place of the one of them with the fewest kinds of parallelism, from 0.
+
+        Of several, the one with the fewest settings beside: sharding, recomputation, offloading.
+        """
+        words = [
+            (len(degrees_of(one.plan).split()), _settings_beside(one.plan)) for one in self.equal
+        ]
+        return words.index(min(words))
+
+
+def _settings_beside(plan: ParallelPlan) -> int:
+    moved = (plan.offload_weights, plan.offload_activations, plan.offload_optimizer)
+    return plan.zero + (plan.shard is not None) + (plan.recompute != "none") + sum(moved)
 
 
 def age_of(cluster: Cluster) -> str | None:

@@ -104,7 +104,8 @@ def check_recipes(
     for path in [one for one in paths if one.suffix in _ENDINGS and one.is_file()][:_MOST_FILES]:
         judge = _check_registry if path.name == _REGISTRY else _check_file
         for verdict in judge(path, cluster, model, model_reading):
-            count += 1
+            # A registry that cannot be parsed has recipes, of which nobody knows how many.
+            count += path.name != _REGISTRY or bool(verdict.reading.read)
             yield verdict
     if not count:
         raise ConfigurationError(
@@ -131,8 +132,14 @@ def _check_registry(
     try:
         text = read_text(path)
         recipes = recognise_registry(path, text)
+    except UnreadableError as error:
+        yield _unreadable(path, error)
+        return
     except FivefoldError as error:
         _LOG.warning("%s is passed over: %s", path, error.message)
+        return
+    except _ODD as error:  # nested too deep
+        _LOG.warning("%s is passed over: %s", path, error)
         return
     for name, (line, found) in recipes.items():
         told = Told(
@@ -155,10 +162,7 @@ def _check_file(
     try:
         found = recognise(path, text)
     except UnreadableError as error:
-        yield RecipeVerdict(
-            path=path, program=error.program, status="unknown", message=error.message,
-            hint=error.hint or "", reading=reading,
-        )  # fmt: skip
+        yield _unreadable(path, error)
         return
     except _ODD as error:  # of another form than any program's
         _LOG.warning("%s is passed over: %s", path, error)
@@ -178,6 +182,13 @@ def _check_file(
     verdict = _judged(path, text, found, told)
     verdict.reading.log()
     yield verdict
+
+
+def _unreadable(path: Path, error: UnreadableError) -> RecipeVerdict:
+    return RecipeVerdict(
+        path=path, program=error.program, status="unknown", message=error.message,
+        hint=error.hint or "", reading=Reading(str(path)),
+    )  # fmt: skip
 
 
 def _judged(path: Path, text: str, found: Found, told: Told) -> RecipeVerdict:

@@ -111,6 +111,8 @@ def search_plans(
         raise InfeasibleError(message, hint=f"use at most {fabric.num_gpus} GPUs")
     fabric = fabric.packed(space.num_gpus)
     space = settled(space, model, fabric)
+    if not (device.reduces_beside or device.gathers_beside):  # a plan may not say what none can do
+        space = dataclasses.replace(space, data_overlap=(False,))
     found = _Search(model, device, fabric, space, top=top, front=front, bounds=bounds)
     if not found.choices:
         _raise_no_choice(found.impossible, space)

@@ -51,7 +51,7 @@ def read_megatron(told: Told) -> Recipe:
             # Gradients go through it to what is before it, and it has no states.
             frozen = LowRankAdapters(rank=degrees["tensor"], modules=("o_proj",))
             model = dataclasses.replace(model, adapters=frozen)
-    micro = told.whole("micro_batch_size")
+    micro = told.whole("micro_batch_size", least=1)
     data = _replicas(told, model, degrees, micro)
     whole = _global_batch(told, default=micro * data)
     _refuse(told, model, degrees, data=data, micro=micro, whole=whole)
@@ -271,7 +271,8 @@ def _recompute(told: Told, virtual: int) -> tuple[str, int | None]:
         how = "full"  # as releases before 2022 called it
     method = told.word("recompute_method", "activations_checkpoint_method", among=methods)
     count = told.whole("recompute_num_layers", "activations_checkpoint_num_layers", default=0)
-    if how != "selective":
+    chosen = told.on("recompute_activations") and how != "full"
+    if how != "selective" and not chosen:
         told.idle("no modules are chosen to be recomputed", "recompute_modules")
     if how == "full":
         if told.settings.get("recompute_granularity", _NONE).given:
@@ -282,7 +283,7 @@ def _recompute(told: Told, virtual: int) -> tuple[str, int | None]:
         if method == "block":
             return ("full", count * virtual) if count else ("none", None)
         return "full", None
-    if not told.on("recompute_activations") and how != "selective":
+    if not chosen and how != "selective":
         return "none", None
     words = re.findall(r"\w+", str(told.get("recompute_modules", default="core_attn")))
     unread = [word for word in words if word not in _DROPS]
@@ -416,10 +417,13 @@ def _product_type(told: Told) -> str:
     """Return the type of matrix products."""
     wide_in = told.on("bf16", "fp16") or "16" in told.text("precision", "params_dtype")
     off = {"", "false", "0"}
-    if any(told.word(name, among={"e2m1", *_FP8}) not in off for name in ("fp4_format", "fp4")):
-        return "nvfp4"
+    narrow = [told.word(name, among={"e2m1", *_FP8}) not in off for name in ("fp4_format", "fp4")]
     named = [told.word(name, among=_FP8) not in off for name in ("fp8_format", "fp8")]
-    if any(named) or told.on("fp8_hybrid", "fp8_e4m3", "transformer_engine.fp8"):
+    # Flags of Megatron-LM's first releases, and formats of NeMo, where fp8 alone is the switch.
+    formats = told.on("fp8_hybrid", "fp8_e4m3", "transformer_engine.fp8")
+    if any(narrow):
+        return "nvfp4"
+    if any(named) or (formats and not told.gives("fp8")):
         recipe = told.word("fp8_recipe", among=_FP8_RECIPES)
         return "mxfp8" if recipe == "mxfp8" else "fp8"
     told.idle("products are of 16 bits", "fp8_recipe")

@@ -19,10 +19,11 @@ _CONVERTERS = {"Float8LinearConverter": "float8", "MXFP8LinearConverter": "mx",
 _SETTINGS = {
     "TrainingConfig", "ParallelismConfig", "CompileConfig", "CommConfig", "DebugConfig",
     "MetricsProcessor.Config", "CheckpointManager.Config", "LRSchedulersContainer.Config",
-    "Profiler.Config", "Validator.Config", "GrainDataLoader.Config", "CrossEntropyLoss.Config",
-    "ChunkedLossWrapper.Config",
+    "Profiler.Config", "Validator.Config", "CrossEntropyLoss.Config", "ChunkedLossWrapper.Config",
+    "GrainDataLoader.Config", "HuggingFaceTextDataLoader.Config", "ChatDataLoader.Config",
 }  # fmt: skip
 _MOST_BASES = 20
+_NOTHING_SAID = {"activation_checkpoint": {"activation_checkpoint.mode": "none"}}
 
 
 def registry_functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
@@ -48,8 +49,10 @@ def function_settings(
     values: dict[str, ast.expr] = {}  # of names, until they are used
     config = ""
     for node in functions[name].body:
-        value = node.value if isinstance(node, ast.Assign | ast.Return | ast.Expr) else None
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        assigns = ast.Assign | ast.AnnAssign
+        value = node.value if isinstance(node, assigns | ast.Return | ast.Expr) else None
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        target = node.target if isinstance(node, ast.AnnAssign) else targets[0] if targets else None
         called = _called(value) if isinstance(value, ast.Call) else ""
         if called.endswith("Trainer.Config") and not isinstance(node, ast.Expr):
             found |= _sections(value, values)  # type: ignore[arg-type]
@@ -59,6 +62,8 @@ def function_settings(
         elif called in functions and not isinstance(node, ast.Expr) and depth < _MOST_BASES:
             found |= function_settings(functions, called, depth=depth + 1)
             config = ast.unparse(target) if target is not None else config
+        elif len(targets) > 1:  # of one value several
+            found[f"python.line {node.lineno}"] = ast.unparse(node)[:60]
         elif isinstance(target, ast.Name) and value is not None:
             values[target.id] = value
         elif isinstance(target, ast.Attribute) and _base(target) == config and value is not None:
@@ -90,11 +95,11 @@ def _assign(
     section = "model" if path[0] == "model_spec" else path[0]
     for name in [one for one in found if one.partition(".")[0] == section]:
         del found[name]
-    found |= _section(path[0], value, values)
+    found |= _NOTHING_SAID.get(section, {}) | _section(path[0], value, values)
 
 
 def _sections(call: ast.Call, values: Mapping[str, ast.expr]) -> dict[str, Any]:
-    found: dict[str, Any] = {"activation_checkpoint.mode": "none"}
+    found: dict[str, Any] = dict(_NOTHING_SAID["activation_checkpoint"])
     for word in call.keywords:
         if word.arg is not None:
             found |= _section(word.arg, word.value, values)
@@ -119,7 +124,9 @@ def _section(name: str, value: ast.expr, values: Mapping[str, ast.expr]) -> dict
 
 def _model(call: ast.Call) -> dict[str, Any]:
     found = {f"model.{word.arg}": literal(word.value) for word in call.keywords}
-    found["model.flavor"] = literal(call.args[0]) if call.args else f"{{{ast.unparse(call)}}}"
+    if call.args:
+        found["model.flavor"] = literal(call.args[0])
+    found.setdefault("model.flavor", f"{{{ast.unparse(call)}}}")
     for word in call.keywords:
         if word.arg == "converters" and isinstance(word.value, ast.List):
             names = [ast.unparse(one).partition(".")[0] for one in word.value.elts]

@@ -120,13 +120,14 @@ def recognise_registry(path: Path, text: str) -> dict[str, tuple[int, Found]]:
     """Return the recipes of a registry of torchtitan by the names of their functions, with lines.
 
     Raises:
-        UnreadableError: The file is not Python.
+        UnreadableError: It has recipes, and is not Python.
+        DataError: It is no Python otherwise.
     """
     try:
         functions = registry_functions(ast.parse(text))
     except (SyntaxError, ValueError) as error:
         wrong = DataError(f"the module is not Python: {error}", hint="mend that line")
-        raise UnreadableError(wrong, "torchtitan") from error
+        raise UnreadableError(wrong, "torchtitan") if "Trainer.Config" in text else wrong from error
     family = {"model.name": Setting("model.name", path.parent.name, inherited=True)}
     return {
         name: (node.lineno, Found("torchtitan", "torchtitan", {
@@ -140,7 +141,7 @@ def _of_module(settings: Mapping[str, Any]) -> Settings:
     found = {}
     for name, value in settings.items():
         section = "" if "." in name or name == "config_function" else "training."
-        section = "parallelism." if re.search("parallel|fsdp", name) else section
+        section = "parallelism." if re.search("parallel|fsdp|_pp_", name) else section
         found[section + name] = Setting(name, value)
     return found
 

@@ -9,7 +9,7 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +161,7 @@ def _assign(variables: Variables, found: tuple[str, bool, str], *, branch: bool)
         variables[name] = f"{before or ''} {value}".strip()
     elif not branch or value == (before or ""):
         variables[name] = value
-    elif before and "--" in before and "--" in value:
+    elif before and "--" in before and "--" in value and not re.search(r"\$\(|`", before + value):
         variables[name] = _either(before, value)
     elif before or "--" not in value:  # another value, or none, where the branch is not taken
         variables[name] = f"${{{name}}}"
@@ -171,14 +171,16 @@ def _assign(variables: Variables, found: tuple[str, bool, str], *, branch: bool)
 
 def _either(one: str, other: str) -> str:
     """Return the flags of two branches, each perhaps; a value that they give twice is open."""
-    first, second = ({name.replace("--?", "--"): value for name, value in flags_of(words).items()}
-                     for words in (_words(one), _words(other)))  # fmt: skip
+    (first, rest), (second, others) = (flags_and_rest(_words(text)) for text in (one, other))
+    first, second = ({name.replace("--?", "--"): value for name, value in found.items()}
+                     for found in (first, second))  # fmt: skip
     both = first | second
     opens = {name for name in first.keys() & second.keys() if first[name] != second[name]}
-    return " ".join(
+    flags = [
         _perhaps(name) + ("" if value is True else f" {'$BRANCH' if name in opens else value}")
         for name, value in both.items()
-    )
+    ]
+    return " ".join(dict.fromkeys([*flags, *rest, *others]))
 
 
 def _perhaps(text: str) -> str:
@@ -400,7 +402,7 @@ def python_settings(text: str) -> dict[str, Any] | None:
         raise DataError(message, hint="mend that line") from error
     found: dict[str, Any] = {"activation_checkpoint.mode": "none"}
     found["activation_checkpoint.selective_ac_option"] = "op"
-    for node in ast.walk(tree):
+    for node in _walked(tree):
         if isinstance(node, ast.Call) and _name(node.func) == "ParallelismConfig":
             for word in node.keywords:
                 if word.arg is not None:
@@ -412,9 +414,20 @@ def python_settings(text: str) -> dict[str, Any] | None:
     return found if "config_function" in found else None
 
 
+def _walked(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a module; of two releases' names for the same, the newer one's."""
+    yield tree
+    test = ast.unparse(tree.test) if isinstance(tree, ast.If) else ""
+    older = isinstance(tree, ast.If) and test.startswith("hasattr(") and tree.orelse
+    for node in tree.orelse if older else ast.iter_child_nodes(tree):  # type: ignore[attr-defined]
+        yield from _walked(node)
+
+
 def _assigned(node: ast.Assign) -> dict[str, Any]:
     target = node.targets[0]
-    if not isinstance(target, ast.Attribute):
+    if not isinstance(target, ast.Attribute) or (
+        isinstance(node.value, ast.Call) and _name(node.value.func) == "ParallelismConfig"
+    ):  # whose arguments are read
         return {}
     if target.attr == "activation_checkpoint":
         text = ast.unparse(node.value)
